@@ -1,0 +1,255 @@
+"""Configuration of the Kimi K3 text model."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+CONFIG_SCHEMA_VERSION = 1
+
+KIMI_DELTA_ATTENTION = "kimi_delta_attention"
+FULL_ATTENTION = "full_attention"
+
+
+@strict
+class KimiK3TextConfig(PreTrainedConfig):
+    r"""
+    Text backbone of Kimi K3: Kimi Delta Attention (KDA) and gated NoPE multi-head latent attention (MLA) layers,
+    latent mixture of experts, attention residuals. The defaults are the released model's shape.
+
+    Args:
+        q_lora_rank (`int`, *optional*):
+            Width of the compressed query; `None` projects queries directly.
+        mla_use_nope (`bool`):
+            K3's MLA has no positional encoding at all; `False` is rejected.
+        mla_use_output_gate (`bool`):
+            Whether the MLA output is multiplied by a sigmoid gate of the layer's input.
+        num_experts (`int`, *optional*):
+            Routed experts of a sparse layer; `None` makes every layer dense.
+        routed_expert_hidden_size (`int`, *optional*):
+            Width of the latent space in which the routed experts work.
+        attn_res_block_size (`int`, *optional*):
+            Layers between two snapshots of the residual stream that the learned mixers read; `None` for plain residuals.
+        activation_situ_beta, activation_situ_linear_beta (`float`, *optional*):
+            Bounds of the SiTU activation's gate (`None` or 0 means 1) and of its linear half (`None` means unbounded).
+        linear_attn_config (`dict`, *optional*):
+            KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`, `use_full_rank_gate`, `gate_lower_bound`) and the
+            **1-based** lists `kda_layers` and `full_attn_layers`, which are disjoint and cover all layers.
+
+    Raises:
+        ValueError: if a setting is outside of what the architecture defines; the message names it.
+    """
+
+    model_type = "kimi_k3_text"
+    keys_to_ignore_at_inference = ["cache"]
+    attribute_map = {
+        "num_experts_per_tok": "num_experts_per_token",
+        "num_local_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+    }
+
+    schema_version: int = CONFIG_SCHEMA_VERSION
+    vocab_size: int = 163840
+    hidden_size: int = 7168
+    intermediate_size: int = 33792
+    num_hidden_layers: int = 93
+    num_attention_heads: int = 96
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "situ"
+    max_position_embeddings: int = 1048576
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    use_cache: bool = True
+    attention_dropout: float | int = 0.0
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool = True
+
+    num_experts: int | None = 896
+    num_experts_per_token: int | None = 16
+    num_shared_experts: int | None = 2
+    moe_intermediate_size: int | None = 3072
+    routed_expert_hidden_size: int | None = 3584
+    latent_moe_use_norm: bool = True
+    moe_router_activation_func: str = "sigmoid"
+    moe_renormalize: bool = True
+    routed_scaling_factor: float | int = 1.0
+    num_expert_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    num_nextn_predict_layers: int = 0
+
+    attn_res_block_size: int | None = 12
+    activation_situ_beta: float | int | None = 4.0
+    activation_situ_linear_beta: float | int | None = 25.0
+
+    linear_attn_config: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("layer_types", None)  # derived from `linear_attn_config`
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.linear_attn_config is None:
+            full = [layer for layer in range(1, self.num_hidden_layers + 1) if layer % 4 == 0]
+            full = sorted({*full, self.num_hidden_layers})
+            self.linear_attn_config = {
+                "head_dim": 128,
+                "num_heads": 96,
+                "short_conv_kernel_size": 4,
+                "use_full_rank_gate": True,
+                "gate_lower_bound": -5.0,
+                "full_attn_layers": full,
+                "kda_layers": [layer for layer in range(1, self.num_hidden_layers + 1) if layer not in full],
+            }
+        super().__post_init__(**kwargs)
+        self.check()
+
+    # The KDA shape. A checkpoint that leaves a field out means the value given here.
+    @property
+    def linear_head_dim(self) -> int:
+        return self.linear_attn_config.get("head_dim", 128)
+
+    @property
+    def linear_num_heads(self) -> int:
+        return self.linear_attn_config.get("num_heads", 96)
+
+    @property
+    def linear_conv_kernel_size(self) -> int:
+        return self.linear_attn_config.get("short_conv_kernel_size", 4)
+
+    @property
+    def linear_use_full_rank_gate(self) -> bool:
+        return self.linear_attn_config.get("use_full_rank_gate", False)
+
+    @property
+    def linear_gate_lower_bound(self) -> float | None:
+        return self.linear_attn_config.get("gate_lower_bound")
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Attention type of every layer; also what a `DynamicCache` builds its cache layers from."""
+        kda = set(self.linear_attn_config["kda_layers"])
+        return [KIMI_DELTA_ATTENTION if i + 1 in kda else FULL_ATTENTION for i in range(self.num_hidden_layers)]
+
+    @property
+    def mlp_layer_types(self) -> list[str]:
+        """`"sparse"` or `"dense"` for every layer."""
+        return ["sparse" if self._is_sparse(i) else "dense" for i in range(self.num_hidden_layers)]
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def _is_sparse(self, layer_idx: int) -> bool:
+        return (
+            self.num_experts is not None
+            and layer_idx >= self.first_k_dense_replace
+            and layer_idx % self.moe_layer_freq == 0
+        )
+
+    def validate_layer_type(self):
+        """`layer_types` is derived and holds a type of our own: the list in transformers does not apply."""
+
+    def check(self):
+        """Raises a `ValueError` that names the first setting outside of what the architecture defines."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"):  # fmt: skip
+            _require(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
+        _require(self.mla_use_nope, "mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
+        _require(
+            self.num_key_value_heads == self.num_attention_heads,
+            "num_key_value_heads",
+            self.num_key_value_heads,
+            f"MLA has one key/value per query head; it must equal num_attention_heads ({self.num_attention_heads})",
+        )
+        _require(
+            not self.tie_word_embeddings, "tie_word_embeddings", True, "K3 has a separate LM head; it must be false"
+        )
+        _require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "null or positive")
+        beta = self.activation_situ_linear_beta
+        _require(beta is None or beta > 0, "activation_situ_linear_beta", beta, "null or positive")
+        size = self.attn_res_block_size
+        _require(size is None or size > 0, "attn_res_block_size", size, "null or positive")
+        self._check_layers()
+        if self.num_experts is not None:
+            self._check_experts()
+
+    def _check_layers(self):
+        lists = [self.linear_attn_config.get(name) for name in ("kda_layers", "full_attn_layers")]
+        _require(
+            None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
+            "linear_attn_config",
+            self.linear_attn_config,
+            f"kda_layers and full_attn_layers (1-based) must be disjoint and cover 1..{self.num_hidden_layers}",
+        )
+        _require(
+            len(lists[1]) > 0, "linear_attn_config.full_attn_layers", lists[1], "at least one layer must be full attention"
+        )
+        bound = self.linear_gate_lower_bound
+        _require(bound is None or bound < 0, "linear_attn_config.gate_lower_bound", bound, "null or negative")
+
+    def _check_experts(self):
+        for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size"):
+            value = getattr(self, name)
+            _require(value is not None and value > 0, name, value, "a model with experts needs it positive")
+        _require(
+            self.num_experts_per_token <= self.num_experts,
+            "num_experts_per_token",
+            self.num_experts_per_token,
+            f"it cannot exceed num_experts ({self.num_experts})",
+        )
+        _require(
+            self.moe_router_activation_func in ("sigmoid", "softmax"),
+            "moe_router_activation_func",
+            self.moe_router_activation_func,
+            'it must be "sigmoid" or "softmax"',
+        )
+        groups = self.num_expert_group
+        _require(
+            groups > 0 and self.num_experts % groups == 0, "num_expert_group", groups, "it must divide num_experts"
+        )
+        _require(0 < self.topk_group <= groups, "topk_group", self.topk_group, f"it must lie in 1..{groups}")
+
+
+@strict
+class KimiK3Config(PreTrainedConfig):
+    r"""
+    Configuration of a released Kimi K3 checkpoint, which is multimodal. Only its text side is built here: `text_config`
+    becomes a [`KimiK3TextConfig`] (the nested type `kimi_linear` of released files is accepted for it), the vision side
+    is kept as it was read.
+    """
+
+    model_type = "kimi_k3"
+    sub_configs_defaults = {"text_config": KimiK3TextConfig}
+
+    text_config: dict | PreTrainedConfig | None = None
+    vision_config: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        if isinstance(self.text_config, dict):
+            nested = dict(self.text_config)
+            model_type = nested.pop("model_type", KimiK3TextConfig.model_type)
+            if model_type not in (KimiK3TextConfig.model_type, "kimi_linear"):
+                raise ValueError(
+                    f"`text_config.model_type` is {model_type!r}; a kimi_k3 checkpoint nests "
+                    f"'kimi_linear' or {KimiK3TextConfig.model_type!r}."
+                )
+            self.text_config = KimiK3TextConfig(**nested)
+        super().__post_init__(**kwargs)
+
+
+def _require(condition: bool, name: str, value, reason: str) -> None:
+    if not condition:
+        raise ValueError(f"`{name}` is {value!r}: {reason}.")

@@ -1,0 +1,175 @@
+"""Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, gated NoPE MLA."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..configuration.configuration_kimi_k3 import KimiK3TextConfig
+
+# The norms inside MLA use this whatever `rms_norm_eps` says.
+MLA_NORM_EPS = 1e-6
+
+
+class KimiK3RMSNorm(nn.Module):
+    """Root mean square norm in fp32, cast back to the input's dtype, **then** multiplied by the weight."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = hidden_states.float()
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def situ(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
+    """
+    SiTU, Kimi K3's bounded gated activation: `beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta)`.
+
+    Args:
+        gate_up: `[..., 2 * n]`, gate half first.
+        beta: bound of the gate; `None` or 0 means 1.
+        linear_beta: bound of the linear half; `None` leaves it unbounded.
+
+    Returns:
+        `[..., n]` in the input's dtype, computed in fp32.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    beta = beta or 1.0
+    activated = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
+    if linear_beta is not None:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return (activated * up).to(gate_up.dtype)
+
+
+class KimiK3MLP(nn.Module):
+    """Dense SiTU feed-forward of width `intermediate_size` (the config's by default)."""
+
+    def __init__(self, config: KimiK3TextConfig, intermediate_size: int | None = None):
+        super().__init__()
+        width = intermediate_size or config.intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], dim=-1)
+        return self.down_proj(situ(gate_up, *self.betas))
+
+
+class KimiK3MLAttention(nn.Module):
+    """
+    Multi-head latent attention without positional encoding and with a sigmoid output gate.
+
+    What is cached for a token is its latent row (`kv_lora_rank` numbers, normed) and the key slice that all heads share
+    (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
+    """
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = 1
+        self.is_causal = True
+        self.scaling = config.qk_head_dim**-0.5
+        hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, num_heads * config.qk_head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = KimiK3RMSNorm(config.q_lora_rank, MLA_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, num_heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = KimiK3RMSNorm(config.kv_lora_rank, MLA_NORM_EPS)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank, num_heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
+        if config.mla_use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, num_heads * config.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * config.v_head_dim, hidden_size, bias=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden_states` `[B, S, H]`, `attention_mask` as the attention implementation takes it; returns `[B, S, H]`."""
+        latents, shared_keys = self.latents(hidden_states)
+        if cache is not None:
+            latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
+        return self.attend(hidden_states, latents, shared_keys, attention_mask, **kwargs)
+
+    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, Q, H]` -> `[B, N, Q, qk_head_dim]`."""
+        if self.config.q_lora_rank is None:
+            queries = self.q_proj(hidden_states)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        return queries.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def latents(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, S, H]` -> what is cached: latent rows `[B, 1, S, kv_lora_rank]` and shared keys `[B, 1, S, qk_rope_head_dim]`."""
+        sizes = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
+        latents, shared_keys = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)
+        return self.kv_a_layernorm(latents), shared_keys
+
+    def expand(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
+        sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
+        expanded = self.kv_b_proj(latents.squeeze(1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        keys, values = expanded.split(sizes, dim=-1)
+        return torch.cat([keys, shared_keys.expand(-1, self.num_heads, -1, -1)], dim=-1), values
+
+    def attend(
+        self,
+        hidden_states: torch.Tensor,
+        latents: torch.Tensor,
+        shared_keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries of `hidden_states` `[B, Q, H]` over the rows of `latents`; gated and projected, `[B, Q, H]`."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        keys, values = self.expand(latents, shared_keys)
+        output, weights = attention(
+            self,
+            self.queries(hidden_states),
+            keys,
+            values,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        output = output.flatten(2)
+        if self.config.mla_use_output_gate:
+            output = output * torch.sigmoid(self.g_proj(hidden_states))
+        return self.o_proj(output), weights
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by its definition, softmax in fp32; `[B, N, Q, d]` queries, returns `[B, Q, N, dv]` and the weights."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
