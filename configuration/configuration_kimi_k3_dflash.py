@@ -1,0 +1,168 @@
+"""Configuration of the DFlash draft with a dense Kimi K3 MLA backbone, and its builders."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from .configuration_draft import DraftConfig, build_target_layer_ids
+from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+
+# What a draft does not build is switched off, so that its configuration describes the draft and not the target.
+DENSE_DRAFT = {
+    "num_experts": None,
+    "num_shared_experts": 0,
+    "num_nextn_predict_layers": 0,
+    "attn_res_block_size": None,
+    "tie_word_embeddings": False,
+}
+
+
+@strict
+class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
+    r"""
+    A [`DraftConfig`] whose backbone is a dense stack of Kimi K3's MLA layers: every field of [`KimiK3TextConfig`], plus
+
+    Args:
+        target_hidden_size (`int`, *optional*):
+            Hidden size of the target, the width of one captured feature. The draft works at the same size, since it reads
+            the target's embeddings and its states go through the target's head.
+    """
+
+    model_type = "kimi_k3_dflash"
+
+    num_experts: int | None = None
+    num_shared_experts: int | None = 0
+    attn_res_block_size: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.linear_attn_config is None:
+            self.linear_attn_config = _all_full_attention(self.num_hidden_layers)
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        super().check()
+        if self.num_experts is not None or self.linear_attn_config["kda_layers"] or self.attn_res_block_size is not None:
+            raise ValueError(
+                "A DFlash draft is dense: `num_experts` and `attn_res_block_size` must be null and "
+                "`linear_attn_config.kda_layers` empty. `build_kimi_k3_dflash_draft_config` derives such a configuration."
+            )
+
+    @classmethod
+    def from_target_config(
+        cls,
+        target_config: PreTrainedConfig,
+        mask_token_id: int,
+        num_draft_layers: int = 5,
+        block_size: int = 16,
+        target_layer_ids: list[int] | None = None,
+        **overrides,
+    ) -> "KimiK3DFlashConfig":
+        """
+        A draft for any causal language model: the target's hidden size, vocabulary and norm epsilon, and K3's MLA in
+        proportion to its hidden size H where the target is not a K3 (heads = the target's, per-head widths of K3's
+        128/64/128 capped by H / heads, ranks H/4 for queries and H/8 for the latent, an MLP of the target's width, gated,
+        SiTU as in K3).
+
+        Args:
+            target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
+            mask_token_id: see [`DraftConfig`]; `propose_mask_token_ids` lists candidates.
+            target_layer_ids: defaults to [`build_target_layer_ids`].
+            overrides: any field of the configuration.
+
+        Raises:
+            ValueError: if a setting cannot be; on very shallow targets the default ids repeat and must be given.
+        """
+        text_config = target_config.get_text_config()
+        depth = text_config.num_hidden_layers
+        dflash_config = {
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": target_layer_ids or build_target_layer_ids(depth, num_draft_layers),
+        }
+        if isinstance(text_config, KimiK3TextConfig):
+            config = build_kimi_k3_dflash_draft_config(
+                text_config, num_draft_layers, depth, block_size, dflash_config, "sdpa"
+            )
+            return cls.from_dict(config.to_dict() | overrides) if overrides else config
+        hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
+        head_dim = max(8, hidden_size // heads)
+        settings = {
+            "hidden_size": hidden_size,
+            "vocab_size": text_config.vocab_size,
+            "num_attention_heads": heads,
+            "intermediate_size": getattr(text_config, "intermediate_size", None) or 4 * hidden_size,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": max(8, hidden_size // 4),
+            "kv_lora_rank": max(8, hidden_size // 8),
+            "qk_nope_head_dim": min(128, head_dim),
+            "qk_rope_head_dim": min(64, max(4, head_dim // 2)),
+            "v_head_dim": min(128, head_dim),
+            "pad_token_id": text_config.pad_token_id,
+            "bos_token_id": text_config.bos_token_id,
+            "eos_token_id": text_config.eos_token_id,
+            "initializer_range": 0.02,
+            "num_hidden_layers": num_draft_layers,
+            "num_target_layers": depth,
+            "block_size": block_size,
+            "final_logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
+        }
+        return cls(**(DENSE_DRAFT | settings | overrides), dflash_config=dflash_config)
+
+
+def build_kimi_k3_dflash_draft_config(
+    target_config: KimiK3TextConfig,
+    num_draft_layers: int,
+    num_target_layers: int,
+    block_size: int,
+    dflash_config: dict,
+    attention_backend: str,
+) -> KimiK3DFlashConfig:
+    """
+    A draft configuration from a Kimi K3 target's: the target's MLA shape, hidden size, MLP and vocabulary; depth, block
+    and features of the draft; what the draft does not build switched off.
+
+    Args:
+        target_config: configuration of a K3 target (a `kimi_k3` one is read through its text side).
+        num_draft_layers: decoder layers of the draft.
+        num_target_layers: depth of the target.
+        block_size: tokens of a block, anchor included.
+        dflash_config: holds `mask_token_id` and `target_layer_ids`; ids default to [`build_target_layer_ids`].
+        attention_backend: `"eager"`, `"sdpa"` or `"flex_attention"`.
+
+    Raises:
+        ValueError: if `target_config` is not a Kimi K3 configuration, or a setting cannot be.
+    """
+    target_config = target_config.get_text_config()
+    if not isinstance(target_config, KimiK3TextConfig):
+        raise ValueError(
+            f"`target_config` has the model type {target_config.model_type!r}, not a Kimi K3's. "
+            "`KimiK3DFlashConfig.from_target_config` builds a draft for any other target."
+        )
+    settings = target_config.to_dict()
+    for name in ("model_type", "dtype", "transformers_version"):
+        settings.pop(name, None)
+    draft = {
+        "architectures": ["KimiK3DFlashDraftModel"],
+        "num_hidden_layers": num_draft_layers,
+        "linear_attn_config": _all_full_attention(num_draft_layers),
+        "num_target_layers": num_target_layers,
+        "block_size": block_size,
+        "dflash_config": {"target_layer_ids": build_target_layer_ids(num_target_layers, num_draft_layers)} | dflash_config,
+        "attn_implementation": attention_backend,
+    }
+    return KimiK3DFlashConfig(**(settings | DENSE_DRAFT | draft))
+
+
+def build_kimi_k3_dflash_target_kwargs(config: PreTrainedConfig) -> dict:
+    """
+    Keyword arguments for `from_pretrained` that load the text-only `KimiK3ForCausalLM` out of a (multimodal) K3
+    checkpoint: `KimiK3ForCausalLM.from_pretrained(name, **build_kimi_k3_dflash_target_kwargs(AutoConfig.from_pretrained(name)))`.
+
+    Raises:
+        ValueError: if `config` is not a Kimi K3 configuration.
+    """
+    if not isinstance(config, (KimiK3Config, KimiK3TextConfig)):
+        raise ValueError(f"`config` has the model type {config.model_type!r}, not a Kimi K3's.")
+    return {"config": config.get_text_config(), "dtype": "auto"}
+
+
+def _all_full_attention(num_layers: int) -> dict:
+    return {"kda_layers": [], "full_attn_layers": list(range(1, num_layers + 1))}
