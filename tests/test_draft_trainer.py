@@ -1,0 +1,325 @@
+"""The draft trainer on tiny K3 and Qwen3 targets: exact accumulation, resuming, packed rows, checkpoints, logs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from decoding_models import build_draft, build_target
+from safetensors import safe_open
+
+from blockdraft.modeling.target_features import decoder_layers
+from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
+from blockdraft.trainer.training_args import DraftTrainingArguments, default_loss_decay_gamma
+
+BLOCK = 4
+
+
+def make_rows(count: int = 8, seed: int = 0) -> Dataset:
+    """Rows of different lengths whose first third is a prompt; row 5 has no answer at all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for row_id in range(count):
+        length = int(torch.randint(12, 28, (1,), generator=generator))
+        ids = torch.randint(1, 60, (length,), generator=generator).tolist()
+        prompt = length if row_id == 5 else length // 3
+        rows.append({"input_ids": ids, "loss_mask": [0] * prompt + [1] * (length - prompt), "row_id": row_id})
+    return Dataset.from_list(rows)
+
+
+def make_trainer(output_dir, rows=None, target_name="k3", draft=None, **arguments) -> DraftTrainer:
+    target = build_target(target_name)
+    torch.manual_seed(1)
+    draft = draft or build_draft(target, block_size=BLOCK)
+    settings = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "num_anchors": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "eval_decode_prompts": 0,
+        "use_cpu": True,
+    }
+    args = DraftTrainingArguments(**(settings | arguments))
+    rows = rows or make_rows()
+    return DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
+
+
+def weights(trainer: DraftTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_close(a: dict, b: dict, tolerance: float):
+    for name in a:
+        error = (a[name] - b[name]).abs().max() / b[name].abs().max()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("loss_type", ["fixed_anchor", "variable_prefix"])
+def test_accumulation_changes_nothing(tmp_path, loss_type):
+    """One step over the same 8 rows, however they are cut into micro-batches."""
+    results = []
+    for batch_size, accumulation in ((8, 1), (2, 4), (1, 8)):
+        trainer = make_trainer(
+            tmp_path,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            loss_type=loss_type,
+        )
+        before = weights(trainer)
+        trainer.train()
+        results.append((weights(trainer), trainer.state.log_history[0]["loss"]))
+        assert any(not torch.equal(before[name], results[-1][0][name]) for name in before)
+    for result, loss in results[1:]:
+        assert_close(result, results[0][0], 1e-5)
+        assert loss == pytest.approx(results[0][1], rel=1e-5)
+
+
+def test_short_last_window(tmp_path):
+    """10 rows with windows of 8: the second step averages over its 2 rows alone."""
+    rows = make_rows(10)
+    trainer = make_trainer(
+        tmp_path, rows, per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=2, learning_rate=1e-9
+    )
+    trainer.train()
+    logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    order = [list(window) for window in _sampled_rows(trainer, 10)]
+    for step, (indices, value) in enumerate(zip((order[:8], order[8:]), logged, strict=True)):
+        batch = trainer.data_collator([rows[i[0]] for i in indices])
+        trainer.place_blocks(batch, step)
+        assert value == pytest.approx(trainer.block_loss(trainer.model, batch).loss.item(), rel=1e-4)
+
+
+def _sampled_rows(trainer: DraftTrainer, count: int) -> list[list[int]]:
+    """Row ids in the order of the first epoch."""
+    trainer.accelerator.free_memory()
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(0)
+    return [batch["row_id"].tolist() for batch in loader][:count]
+
+
+def test_resume_is_exact(tmp_path):
+    straight = make_trainer(tmp_path / "a", max_steps=6, optim="adamw_torch", learning_rate=1e-3)
+    straight.train()
+    common = {"optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 3}
+    make_trainer(tmp_path / "b", max_steps=3, **common).train()
+    resumed = make_trainer(tmp_path / "b", max_steps=6, **common)
+    resumed.train(resume_from_checkpoint=True)
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_checkpoint_is_complete_and_holds_no_target(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    names = {file.name for file in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "modeling_kimi_k3_dflash.py", "trainer_state.json"} <= names
+    assert "training_args.bin" not in names
+    assert not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(trainer.model.state_dict())
+        assert not any("embed_tokens" in key or "lm_head" in key for key in file.keys())
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["training"]["global_step"] == 2
+    assert config["objective"] == {"loss_type": "fixed_anchor", "loss_decay_gamma": 4.0, "num_anchors": 3}
+    assert config["target"]["model_type"] == "kimi_k3_text"
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in trainer.target.parameters())
+    assert not any(module is trainer.target for module in trainer.model.modules())
+
+
+def test_checkpoint_loads_where_the_package_is_absent(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train()
+    expected = {name: tensor.double().sum().item() for name, tensor in weights(trainer).items()}
+    code = (
+        "import sys, json; sys.modules['blockdraft'] = None\n"
+        "from transformers import AutoModel\n"
+        f"draft = AutoModel.from_pretrained({str(tmp_path / 'checkpoint-2')!r}, trust_remote_code=True)\n"
+        "print(json.dumps({n: t.double().sum().item() for n, t in draft.state_dict().items()}))"
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == expected
+
+
+def test_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
+    """A save that dies half-way leaves the last complete checkpoint the newest."""
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+
+    def full_disk(output_dir):
+        if output_dir.endswith("checkpoint-2"):
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer, "_save_rng_state", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    again = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    (tmp_path / "checkpoint-1" / "rng_state.pth").unlink(missing_ok=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert (tmp_path / "checkpoint-2").exists() and not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
+
+
+def test_best_checkpoint_is_recorded_under_its_final_name(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        max_steps=3,
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == tmp_path and (best / "model.safetensors").exists()
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+
+
+def test_logs(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=4)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    for name in ("loss", "accuracy", "estimated_tau", "supervised_tokens_per_second", "rows_without_anchor"):
+        assert name in log
+    assert [name for name in log if name.startswith("acceptance_slot_")] == [f"acceptance_slot_{k}" for k in (1, 2, 3)]
+    # Row 5 has no answer: one of 8 rows in an epoch.
+    assert sum(entry.get("rows_without_anchor", 0) for entry in trainer.state.log_history) * 2 == pytest.approx(1)
+
+
+def test_a_batch_without_anchors_reaches_every_parameter(tmp_path):
+    rows = make_rows().select([5])
+    trainer = make_trainer(tmp_path, rows, max_steps=1, per_device_train_batch_size=1)
+    batch = trainer.data_collator([rows[0]])
+    weight = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight)
+    loss.backward()
+    assert loss.item() == 0 and weight.item() == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in trainer.model.parameters())
+    trainer.train()
+
+
+def test_given_anchors_are_used(tmp_path):
+    trainer = make_trainer(tmp_path)
+    rows = make_rows()
+    batch = trainer.data_collator([rows[0], rows[1]])
+    given = {
+        "anchor_positions": torch.tensor([[5, 7], [6, 0]]),
+        "block_keep_mask": torch.tensor([[True, True], [True, False]]),
+    }
+    placed = batch | {name: tensor.clone() for name, tensor in given.items()}
+    trainer.place_blocks(placed, step=3)
+    assert all(torch.equal(placed[name], tensor) for name, tensor in given.items())
+
+
+@pytest.mark.parametrize("target_name", ["k3", "gpt2", "gemma3"])
+def test_features_are_layer_outputs_and_the_forward_stops(tmp_path, target_name):
+    trainer = make_trainer(tmp_path, target_name=target_name)
+    rows = make_rows()
+    batch = trainer.data_collator([rows[0], rows[1]])
+    features = trainer.target_features(batch)
+    ids = trainer.draft_config.target_layer_ids
+    hidden_states = trainer.target(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
+    ).hidden_states
+    expected = torch.cat([hidden_states[i + 1] for i in ids], dim=-1)
+    valid = batch["attention_mask"].bool()
+    assert torch.allclose(features[valid], expected[valid], atol=1e-5)
+    ran = []
+    layers = decoder_layers(trainer.target)
+    layers[max(ids) + 1].register_forward_hook(lambda *_: ran.append(1))
+    trainer.target_features(batch)
+    assert not ran
+
+
+def test_packed_documents_equal_their_own_rows(tmp_path):
+    """The loss of a packed row is that of its documents in rows of their own, with the same anchors."""
+    trainer = make_trainer(tmp_path)
+    rows = [make_rows()[i] for i in (0, 1)]
+    alone = trainer.data_collator(rows)
+    trainer.place_blocks(alone, step=0)
+    first = len(rows[0]["input_ids"])
+    packed = trainer.data_collator(
+        [
+            {
+                "input_ids": rows[0]["input_ids"] + rows[1]["input_ids"],
+                "loss_mask": rows[0]["loss_mask"] + rows[1]["loss_mask"],
+                "document_ids": [1] * first + [2] * len(rows[1]["input_ids"]),
+                "row_id": 0,
+            }
+        ]
+    )
+    keep = alone["block_keep_mask"]
+    positions = alone["anchor_positions"] + torch.tensor([[0], [first]])
+    packed["anchor_positions"], packed["block_keep_mask"] = positions[keep][None], keep[keep][None]
+    separate = trainer.block_loss(trainer.model, alone)
+    together = trainer.block_loss(trainer.model, packed)
+    assert together.weight == separate.weight
+    assert together.loss_sum.item() == pytest.approx(separate.loss_sum.item(), rel=1e-5)
+
+
+def test_packed_rows_need_a_target_that_keeps_documents_apart(tmp_path):
+    trainer = make_trainer(tmp_path, target_name="gpt2")
+    batch = trainer.data_collator([make_rows()[0] | {"document_ids": [1] * len(make_rows()[0]["input_ids"])}])
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot keep documents apart"):
+        trainer.target_features(batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_type": "other"}, "loss_type"),
+        ({"num_anchors": 0}, "num_anchors"),
+        ({"loss_decay_gamma": -1.0}, "loss_decay_gamma"),
+        ({"prefix_weight_base": 0.0}, "prefix_weight_base"),
+        ({"remove_unused_columns": True}, "remove_unused_columns"),
+    ],
+)
+def test_arguments_are_checked(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **arguments)
+
+
+def test_decay_defaults_to_the_paper(tmp_path):
+    assert [default_loss_decay_gamma(size) for size in (7, 8, 10, 16)] == [4.0, 4.0, 5.0, 7.0]
+    args = DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert args.gamma(16) == 7.0
+    args.loss_decay_gamma = 0.0
+    assert args.gamma(16) is None
+
+
+def test_rows_without_id_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    batch = trainer.data_collator([make_rows()[0]])
+    del batch["row_id"]
+    with pytest.raises(ValueError, match="row_id"):
+        trainer.place_blocks(batch, 0)
+
+
+def test_two_ranks_equal_one(tmp_path):
+    """Two gloo processes, one of which gets rows without an anchor, take the step that one process takes."""
+    script = Path(__file__).parent / "two_rank_step.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29731", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    result = subprocess.run([*command, str(tmp_path / "two")], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    single = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
+    single.train()
+    ranks = torch.load(tmp_path / "two" / "weights.pt", weights_only=True)
+    assert_close(ranks, weights(single), 1e-5)

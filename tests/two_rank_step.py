@@ -1,0 +1,13 @@
+"""One training step on two processes, started by torchrun; rank 0 saves the weights."""
+
+import sys
+from pathlib import Path
+
+import torch
+from test_draft_trainer import make_trainer, weights
+
+output_dir = Path(sys.argv[1])
+trainer = make_trainer(output_dir, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
+trainer.train()
+if trainer.accelerator.is_main_process:
+    torch.save(weights(trainer), output_dir / "weights.pt")

@@ -1,0 +1,146 @@
+"""Where the blocks of a training row stand.
+
+DFlash (arXiv 2602.06036) trains on many random anchors of a row at once. Here the draw of a row depends on the seed,
+the global step and the row's id alone: never on its batch-mates, its padding, its place in the batch, the rank or the
+global random state. So a resumed or differently distributed run draws the same blocks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Anchors(NamedTuple):
+    """Anchors of a batch.
+
+    Attributes:
+        positions (`[B, N]` int64): ascending in each row, 0 in padded places.
+        keep (`[B, N]` bool): False in padded places. N is 0 where no row has a legal anchor.
+    """
+
+    positions: Tensor
+    keep: Tensor
+
+
+def document_remaining(document_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Counts the real tokens after each position inside its own document.
+
+    Args:
+        document_ids (`[B, S]` int): document of every position, documents contiguous.
+        lengths (`[B]` int): real tokens of each row; what follows is padding.
+
+    Returns:
+        `[B, S]` int64, 0 at padding.
+    """
+    width = document_ids.shape[1]
+    positions = torch.arange(width, device=document_ids.device)
+    last = positions == lengths[:, None] - 1
+    last[:, :-1] |= document_ids[:, 1:] != document_ids[:, :-1]
+    ends = torch.where(last & (positions < lengths[:, None]), positions, width)
+    next_end = ends.flip(-1).cummin(-1).values.flip(-1)
+    return torch.where(next_end < width, next_end - positions, 0)
+
+
+def legal_anchors(
+    loss_mask: Tensor, block_size: int, lengths: Tensor | None = None, document_remaining: Tensor | None = None
+) -> Tensor:
+    """Marks the positions at which a DFlash block may stand.
+
+    A position is legal if it is supervised and a whole block fits after it in the row (position 0 of a shorter row is
+    legal too: its block is cut by the label mask) and in its document.
+
+    Args:
+        loss_mask (`[B, S]`): supervised where above 0.5.
+        block_size (`int`): slots of a block.
+        lengths (`[B]` int, *optional*): each row's own length without padding; S where not given.
+        document_remaining (`[B, S]` int, *optional*): packed rows, see [`document_remaining`].
+
+    Returns:
+        `[B, S]` bool.
+    """
+    batch, width = loss_mask.shape
+    positions = torch.arange(width, device=loss_mask.device)
+    lengths = torch.full((batch,), width, device=loss_mask.device) if lengths is None else lengths
+    last = (lengths - block_size).clamp(min=0)
+    legal = (loss_mask > 0.5) & (positions <= last[:, None]) & (positions < lengths[:, None])
+    if document_remaining is not None:
+        legal &= document_remaining >= block_size - 1
+    return legal
+
+
+def row_generator(purpose: str, seed: int, step: int, row_id: int | str) -> torch.Generator:
+    """A CPU generator that is a function of its four keys (through BLAKE2, since Python's own hash is salted)."""
+    digest = hashlib.blake2b(f"{purpose}/{seed}/{step}/{row_id}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def sample_anchors(legal: Tensor, num_anchors: int, seed: int, step: int, row_ids: Sequence[int | str]) -> Anchors:
+    """Draws up to `num_anchors` legal positions of each row, uniformly and without replacement.
+
+    Args:
+        legal (`[B, S]` bool): from [`legal_anchors`].
+        num_anchors (`int`): most anchors of a row.
+        seed (`int`), step (`int`): the run's seed and its global step.
+        row_ids (`Sequence`, length B): stable id of each row in the dataset.
+
+    Returns:
+        [`Anchors`] on the device of `legal`, as wide as the richest row needs, at most `num_anchors`. N = 0 reports
+        that no row has a legal anchor.
+
+    Raises:
+        ValueError: `num_anchors` below 1.
+    """
+    if num_anchors < 1:
+        raise ValueError(f"num_anchors must be at least 1, got {num_anchors}.")
+    assert len(row_ids) == len(legal), "one id for each row"
+    drawn = []
+    for row, row_id in zip(legal.cpu(), row_ids, strict=True):
+        candidates = row.nonzero().flatten()
+        order = torch.randperm(len(candidates), generator=row_generator("anchors", seed, step, row_id))
+        drawn.append(candidates[order[:num_anchors]].sort().values)
+    counts = torch.tensor([len(row) for row in drawn])
+    positions = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True)
+    keep = torch.arange(positions.shape[1]) < counts[:, None]
+    return Anchors(positions.to(legal.device), keep.to(legal.device))
+
+
+def prefix_length_probabilities(block_size: int, base: float) -> tuple[int, Tensor]:
+    """Shortest prefix and the probabilities of it and the longer ones: Pr(l) ~ base**l on min(2, bs - 1)..bs - 1.
+
+    Raises:
+        ValueError: `base` not above 0.
+    """
+    if base <= 0:
+        raise ValueError(f"prefix_weight_base must be above 0, got {base}; below 1 it favours short prefixes.")
+    shortest = min(2, block_size - 1)
+    weights = base ** torch.arange(block_size - shortest, dtype=torch.float64)
+    return shortest, weights / weights.sum()
+
+
+def sample_prefix_lengths(
+    keep: Tensor, block_size: int, base: float, seed: int, step: int, row_ids: Sequence[int | str]
+) -> Tensor:
+    """Draws how many tokens of each block are known, for the variable-prefix objective.
+
+    Args:
+        keep (`[B, N]` bool): from [`sample_anchors`].
+        block_size (`int`): slots of a block, at least 2.
+        base (`float`): `prefix_weight_base`, see [`prefix_length_probabilities`].
+        seed, step, row_ids: as in [`sample_anchors`]; the two draws are independent of each other.
+
+    Returns:
+        `[B, N]` int64 on the device of `keep`, the shortest length in padded places.
+    """
+    shortest, probabilities = prefix_length_probabilities(block_size, base)
+    upper = probabilities.cumsum(0)[:-1]
+    lengths = torch.full(keep.shape, shortest)
+    for row, kept, row_id in zip(lengths, keep.cpu(), row_ids, strict=True):
+        # One number for each block of the row's own, so that the batch's width changes nothing.
+        uniform = torch.rand(
+            int(kept.sum()), dtype=torch.float64, generator=row_generator("prefix", seed, step, row_id)
+        )
+        row[kept] += torch.bucketize(uniform, upper, right=True)
+    return lengths.to(keep.device)

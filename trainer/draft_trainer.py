@@ -1,0 +1,333 @@
+"""The Trainer of block-parallel drafts: frozen target, random anchors, block loss, real decoding as evaluation."""
+
+import inspect
+import os
+import shutil
+import time
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import logging
+
+from ..configuration.configuration_draft import target_record
+from ..hub_cards.card import write_card
+from ..modeling.block_attention import block_attention_mask, flex_block_mask
+from ..modeling.pairing import check_pair
+from ..modeling.target_features import capture_features
+from .anchors import document_remaining, legal_anchors, sample_anchors, sample_prefix_lengths
+from .data import DraftCollator
+from .evaluation import evaluate_decoding, held_out_prompts
+from .objectives import BlockLoss, block_loss, build_block_inputs, build_block_targets, slot_weights
+from .training_args import DraftTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+# Resuming looks for `checkpoint-N`: what lies in here was not finished.
+UNFINISHED_CHECKPOINTS = "unfinished"
+EVALUATION_STEP = -1  # evaluation draws the same anchors at every step
+
+
+class DraftTrainer(Trainer):
+    """
+    Trains a block-parallel draft against a frozen target.
+
+    A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, optionally `document_ids` `[B, S]`
+    for packed rows. Anchors and prefix lengths are drawn from (seed, global step, row id) unless the batch holds
+    `anchor_positions`, `block_keep_mask` `[B, N]` and `prefix_lengths` `[B, N]`. The loss of an accumulation window is the
+    weighted mean over all of its blocks on all ranks.
+
+    Args:
+        model ([`DraftPreTrainedModel`]): the draft.
+        target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients, and it
+            is never part of the model, of a checkpoint or of the optimizer.
+        args ([`DraftTrainingArguments`]).
+        target_revision (`str`, *optional*): commit or branch the target was loaded at, recorded in the draft's config.
+        kwargs: those of [`~transformers.Trainer`]; `processing_class` is the target's tokenizer.
+
+    Raises:
+        ValueError: if draft and target do not fit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target: PreTrainedModel,
+        args: DraftTrainingArguments,
+        *,
+        target_revision: str | None = None,
+        **kwargs,
+    ):
+        if kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = DraftCollator(pad_token_id=target.config.get_text_config().pad_token_id or 0)
+        super().__init__(model=model, args=args, **kwargs)
+        self.loss_is_scaled_for_ga = True
+        self.target = target.eval().requires_grad_(False)
+        if self.place_model_on_device and getattr(target, "hf_device_map", None) is None:
+            self.target.to(args.device)
+        check_pair(target, model, self.processing_class)
+        self.draft_config = self.accelerator.unwrap_model(self.model).config
+        self.gamma = args.gamma(self.draft_config.block_size)
+        self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
+        self.draft_config.target = target_record(target, self.processing_class, target_revision)
+        self.draft_config.objective = {
+            "loss_type": args.loss_type,
+            "loss_decay_gamma": self.gamma,
+            "num_anchors": args.num_anchors,
+        }
+        if args.loss_type == "variable_prefix":
+            self.draft_config.objective["prefix_weight_base"] = args.prefix_weight_base
+        self._window = LogWindow(self.draft_config.block_size)
+        self.card_metrics: dict[str, dict[str, float]] | None = None
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.Tensor:
+        """Places the blocks of an accumulation window and sums their loss weights over micro-batches and ranks."""
+        for batch in batch_samples:
+            self.place_blocks(batch, self.state.global_step)
+            self._window.count_rows(batch["block_keep_mask"])
+        weights = [self._block_weights(batch).sum() for batch in batch_samples]
+        total = torch.stack(weights).sum().to(device) if weights else torch.zeros((), device=device)
+        return self.accelerator.gather(total).sum()
+
+    def place_blocks(self, batch: dict, step: int) -> None:
+        """Adds `anchor_positions`, `block_keep_mask` and, for that objective, `prefix_lengths` to a batch without them."""
+        if "row_id" not in batch:
+            raise ValueError("The batch has no `row_id`: anchors are drawn by it. Give every row of the dataset a stable id.")
+        args, block_size, row_ids = self.args, self.draft_config.block_size, batch["row_id"].tolist()
+        if "anchor_positions" not in batch:
+            lengths = batch["attention_mask"].sum(-1)
+            remaining = None
+            if "document_ids" in batch:
+                remaining = document_remaining(batch["document_ids"], lengths)
+            legal = legal_anchors(batch["loss_mask"], block_size, lengths, remaining)
+            anchors = sample_anchors(legal, args.num_anchors, args.seed, step, row_ids)
+            batch["anchor_positions"], batch["block_keep_mask"] = anchors
+        if args.loss_type == "variable_prefix" and "prefix_lengths" not in batch:
+            batch["prefix_lengths"] = sample_prefix_lengths(
+                batch["block_keep_mask"], block_size, args.prefix_weight_base, args.seed, step, row_ids
+            )
+
+    def _block_targets(self, batch: dict):
+        anchors = (batch["anchor_positions"], batch["block_keep_mask"])
+        return build_block_targets(batch["input_ids"], batch["loss_mask"], *anchors, self.draft_config.block_size)
+
+    def _block_weights(self, batch: dict) -> torch.Tensor:
+        return slot_weights(self._block_targets(batch).mask, batch.get("prefix_lengths", 1), self.gamma)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ):
+        """The batch's share of the window's weighted mean; `num_items_in_batch` is the window's weight on all ranks."""
+        loss = self.block_loss(model, inputs)
+        if loss is None:  # no row has an anchor: every parameter takes part, with nothing to learn
+            value = sum(parameter.sum() * 0.0 for parameter in model.parameters() if parameter.requires_grad)
+        else:
+            self._window.add(loss)
+            weight = loss.weight if num_items_in_batch is None else num_items_in_batch
+            # Gradients are averaged over ranks, the weight is summed over them.
+            ranks = 1 if num_items_in_batch is None else self.accelerator.num_processes
+            value = loss.loss_sum / (weight + 1e-6) * ranks
+        return (value, {}) if return_outputs else value
+
+    def block_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> BlockLoss | None:
+        """The loss sums of a batch whose blocks are placed; `None` where there is no block."""
+        anchors = (inputs["anchor_positions"], inputs["block_keep_mask"])
+        if anchors[0].shape[1] == 0:
+            return None
+        draft = self.accelerator.unwrap_model(self.model)
+        config, prefix_lengths = self.draft_config, inputs.get("prefix_lengths", 1)
+        head = self.target.get_output_embeddings()
+        block_ids = build_block_inputs(
+            inputs["input_ids"], *anchors, config.block_size, config.mask_token_id, prefix_lengths
+        )
+        with torch.no_grad():
+            noise_embeds = draft.embed_block(block_ids, self.target.get_input_embeddings())
+        make_mask = flex_block_mask if config._attn_implementation == "flex_attention" else block_attention_mask
+        hidden_states = model(
+            noise_embeds=noise_embeds,
+            context_hidden_states=self.target_features(inputs),
+            attention_mask=make_mask(
+                *anchors,
+                inputs["input_ids"].shape[1],
+                config.block_size,
+                sliding_window=config.sliding_window,
+                causal=config.is_causal,
+                document_ids=inputs.get("document_ids"),
+            ),
+        ).last_hidden_state
+        return block_loss(
+            hidden_states.to(head.weight.dtype),
+            partial(draft.compute_logits, lm_head=head),
+            self._block_targets(inputs),
+            prefix_lengths,
+            self.gamma,
+            self.args.loss_chunk_size,
+        )
+
+    @torch.no_grad()
+    def target_features(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """`[B, S, features * hidden_size]`: one frozen forward, ended after the last layer that the draft reads."""
+        config = self.draft_config
+        if "document_ids" not in inputs:
+            context = {"attention_mask": inputs["attention_mask"]}
+        elif self._target_takes_documents:
+            context = {"document_ids": inputs["document_ids"]}
+        else:
+            raise ValueError(
+                f"The rows are packed (`document_ids`), but {type(self.target).__name__} cannot keep documents apart. "
+                "Train on unpacked rows."
+            )
+        with capture_features(self.target, config.target_layer_ids, config.capture_point, stop_after_last=True) as capture:
+            capture.run(input_ids=inputs["input_ids"], use_cache=False, **context)
+            return capture.features(self.args.device)
+
+    # ---- evaluation and logs ------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """
+        Loss, token accuracy and estimated acceptance over the evaluation rows, and tau from real decoding of
+        `args.eval_decode_prompts` of their prompts on the main process.
+        """
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        training, window = self.model.training, LogWindow(self.draft_config.block_size)
+        self.model.eval()
+        with torch.no_grad():
+            for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
+                self.place_blocks(batch, EVALUATION_STEP)
+                window.count_rows(batch["block_keep_mask"])
+                if (loss := self.block_loss(self.model, self._prepare_inputs(batch))) is not None:
+                    window.add(loss)
+        metrics = window.metrics(self.accelerator)
+        if self.args.eval_decode_prompts and self.accelerator.is_main_process:
+            draft = self.accelerator.unwrap_model(self.model)
+            report = evaluate_decoding(
+                self.target,
+                draft,
+                held_out_prompts(dataset, self.args.eval_decode_prompts),
+                max_new_tokens=self.args.eval_max_new_tokens,
+                disable_tqdm=self.args.disable_tqdm,
+            )
+            metrics |= report.metrics()
+            if metrics.get("accuracy", 0) > 0.9 and metrics["tau"] < 2:
+                logger.warning(
+                    "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: the evaluation rows "
+                    "leak into training, or target, tokenizer or layer ids differ from those of the training features."
+                )
+        self.model.train(training)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds accuracy, estimated tau, acceptance of each slot, supervised tokens a second and rows without an anchor."""
+        if "loss" in logs:
+            logs = self._window.metrics(self.accelerator) | logs  # the loss stays the Trainer's own, a mean over steps
+            self._window = LogWindow(self.draft_config.block_size)
+        super().log(logs, start_time)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return os.path.join(run_dir, UNFINISHED_CHECKPOINTS) if self._saving else run_dir
+
+    _saving = False
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        """A checkpoint appears under its name when it is complete."""
+        run_dir, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged, final = run_dir / UNFINISHED_CHECKPOINTS / name, run_dir / name
+        self._saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving = False
+        self.accelerator.wait_for_everyone()
+        if not self.args.should_save:
+            return
+        if self.state.best_global_step:
+            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            self.state.best_model_checkpoint = str(best)
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(staged, final)
+        shutil.rmtree(run_dir / UNFINISHED_CHECKPOINTS)
+        rotate_checkpoints(
+            output_dir=str(run_dir),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Weights, configuration with provenance, code, tokenizer and card; no pickled arguments."""
+        directory = Path(output_dir or self.args.output_dir)
+        self.draft_config.training = self._provenance()
+        super()._save(str(directory), state_dict)
+        if self.args.should_save:
+            (directory / "training_args.bin").unlink(missing_ok=True)
+            write_card(directory, self.draft_config, self.card_metrics)
+
+    def _provenance(self) -> dict:
+        args = self.args
+        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return {
+            "global_step": self.state.global_step,
+            "epoch": self.state.epoch,
+            "batch_size": batch_size,
+            "learning_rate": args.learning_rate,
+            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "seed": args.seed,
+            "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+            "versions": {name: version(name) for name in ("blockdraft", "transformers", "torch")},
+        }
+
+
+class LogWindow:
+    """Sums of block losses since the last log, and how many rows had no anchor."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._sums = torch.zeros(3 + 3 * block_size, dtype=torch.float64)
+        self._rows = self._rows_without_anchor = 0
+        self._start = time.perf_counter()
+
+    def add(self, loss: BlockLoss) -> None:
+        scalars = torch.stack([loss.loss_sum.detach().float(), loss.weight, loss.valid_blocks.float()])
+        sums = torch.cat([scalars, loss.slot_valid, loss.slot_correct, loss.slot_accepted])
+        self._sums = self._sums.to(sums.device) + sums
+
+    def count_rows(self, keep: torch.Tensor) -> None:
+        self._rows += len(keep)
+        self._rows_without_anchor += int((~keep.any(-1)).sum())
+
+    def metrics(self, accelerator) -> dict[str, float]:
+        """Ratios of the sums over all ranks; a slot's acceptance counts it and every slot before it as right."""
+        rows = torch.tensor([self._rows, self._rows_without_anchor], dtype=torch.float64, device=self._sums.device)
+        sums = torch.cat([self._sums, rows]).to(accelerator.device)
+        sums = accelerator.gather(sums[None]).sum(0).cpu()
+        (loss_sum, weight, blocks), (rows, without_anchor) = sums[:3].tolist(), sums[-2:].tolist()
+        valid, correct, accepted = sums[3:-2].view(3, self.block_size)
+        metrics = {"rows_without_anchor": without_anchor / max(rows, 1)}
+        if blocks:
+            metrics |= {
+                "loss": loss_sum / max(weight, 1e-6),
+                "accuracy": (correct.sum() / valid.sum()).item(),
+                "estimated_tau": 1 + accepted.sum().item() / blocks,
+                "supervised_tokens_per_second": valid.sum().item() / (time.perf_counter() - self._start),
+            }
+            for slot in valid.nonzero().flatten().tolist():
+                metrics[f"acceptance_slot_{slot}"] = (accepted[slot] / valid[slot]).item()
+        return metrics
