@@ -1,0 +1,57 @@
+"""Block-parallel draft models for speculative decoding, as plain Transformers models."""
+
+from importlib import import_module
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+from .configuration.configuration_draft import build_target_layer_ids, propose_mask_token_ids, target_record
+from .configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .configuration.configuration_kimi_k3_dflash import (
+    KimiK3DFlashConfig,
+    build_kimi_k3_dflash_draft_config,
+    build_kimi_k3_dflash_target_kwargs,
+)
+from .modeling.block_decoding import block_decode
+from .modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
+from .modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from .modeling.target_features import capture_features
+
+__version__ = "0.1.0"
+
+# Training pulls in datasets and matplotlib: imported when asked for.
+_TRAINER = {"DraftTrainer": "draft_trainer", "DraftTrainingArguments": "training_args"}
+
+__all__ = [
+    "DraftTrainer",
+    "DraftTrainingArguments",
+    "KimiK3Config",
+    "KimiK3DFlashConfig",
+    "KimiK3DFlashDraftModel",
+    "KimiK3ForCausalLM",
+    "KimiK3Model",
+    "KimiK3TextConfig",
+    "block_decode",
+    "build_kimi_k3_dflash_draft_config",
+    "build_kimi_k3_dflash_target_kwargs",
+    "build_target_layer_ids",
+    "capture_features",
+    "propose_mask_token_ids",
+    "target_record",
+]
+
+AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
+AutoConfig.register("kimi_k3_text", KimiK3TextConfig, exist_ok=True)
+AutoConfig.register("kimi_k3_dflash", KimiK3DFlashConfig, exist_ok=True)
+AutoModel.register(KimiK3DFlashConfig, KimiK3DFlashDraftModel, exist_ok=True)
+AutoModel.register(KimiK3TextConfig, KimiK3Model, exist_ok=True)
+AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
+# A multimodal checkpoint opens as its text model: the Auto classes go over to the text configuration.
+MODEL_MAPPING.register(KimiK3Config, KimiK3Model, exist_ok=True)
+MODEL_FOR_CAUSAL_LM_MAPPING.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)
+
+
+def __getattr__(name: str):
+    if name in _TRAINER:
+        return getattr(import_module(f".trainer.{_TRAINER[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

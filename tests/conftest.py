@@ -1,0 +1,91 @@
+"""What every test file shares: seeds, threads and the reference numbers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+GOLDENS = Path(__file__).parent / "goldens"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass
+class Golden:
+    """One reference case: `meta` is its JSON (config, options, stability), `tensors` its arrays by full name."""
+
+    meta: dict
+    tensors: dict[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def group(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Tensors named `prefix.*`, with the prefix taken off: `group("param")` is a state dict."""
+        return {k.removeprefix(f"{prefix}."): v for k, v in self.tensors.items() if k.startswith(f"{prefix}.")}
+
+
+def load_golden(name: str) -> Golden:
+    """Reads `goldens/NAME.json` and, where there is one, `goldens/NAME.safetensors`."""
+    tensors = GOLDENS / f"{name}.safetensors"
+    meta = json.loads((GOLDENS / f"{name}.json").read_text(encoding="utf-8"))
+    return Golden(meta, load_file(tensors) if tensors.exists() else {})
+
+
+@pytest.fixture
+def golden():
+    """The loader itself: `golden("k3_mla")` gives a `Golden`."""
+    return load_golden
+
+
+@pytest.fixture(scope="session")
+def chatml_backend() -> str:
+    """A byte-level BPE tokenizer trained on a few sentences, serialised."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sentences = [
+        "the user asks what the weather is like today",
+        "the assistant answers that it is fine",
+        "hello there",
+    ]
+    tokenizer.train_from_iterator(sentences * 4, trainer)
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def chat_tokenizer(chatml_backend) -> PreTrainedTokenizerFast:
+    """A ChatML tokenizer without `{% generation %}` tags; a fresh one for each test."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(chatml_backend), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory):
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def pytest_configure():
+    torch.set_num_threads(2)
