@@ -1,0 +1,200 @@
+"""Loss masks over what the target would have produced."""
+
+import pytest
+from transformers import PreTrainedTokenizer
+
+from blockdraft.trainer.loss_mask import encode_row
+from conftest import CHATML
+
+TAGGED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# The way of thinking models: earlier answers lose their thoughts, the last one always has the scaffolding.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "answer"},
+    {"role": "user", "content": "hello there"},
+    {"role": "assistant", "content": "it is fine 🙂"},
+    {"role": "user", "content": "and today?"},
+    {"role": "assistant", "content": " fine\n"},
+    {"role": "user", "content": "thanks"},
+]
+ANSWERS = ["it is fine 🙂<|im_end|>", " fine\n<|im_end|>"]
+
+
+class CharTokenizer(PreTrainedTokenizer):
+    """A tokenizer in Python without offsets, like those that wrap tiktoken: one token a character."""
+
+    vocab_size = 300
+    added = "<|im_end|>", "<|im_start|>"
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(300)} | self.added_tokens_encoder
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+@pytest.fixture
+def char_tokenizer():
+    tokenizer = CharTokenizer(eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"])
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def supervised(tokenizer, ids, mask):
+    """The supervised runs, decoded."""
+    runs, previous = [], 0
+    for token, m in zip(ids, mask, strict=True):
+        if m and not previous:
+            runs.append([])
+        if m:
+            runs[-1].append(token)
+        previous = m
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        TAGGED,
+        TAGGED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+        TAGGED.replace(
+            "<|im_end|>{% endgeneration %}{% else %}", "<|im_end|>{{ '\\n' }}{% endgeneration %}{% else %}"
+        ),
+    ],
+    ids=["prefixes", "tags", "stop token after the tags", "new line inside the tags"],
+)
+def test_all_assistant_turns_with_their_stop_token(chat_tokenizer, template):
+    chat_tokenizer.chat_template = template
+    ids, mask, is_open = encode_row({"messages": MESSAGES}, chat_tokenizer)
+    rendered = chat_tokenizer.apply_chat_template(MESSAGES, return_dict=True)["input_ids"]
+    assert ids == rendered and not is_open
+    assert supervised(chat_tokenizer, ids, mask) == ANSWERS
+    assert [ids[i] for i in range(len(ids)) if mask[i] and not (mask + [0])[i + 1]] == [
+        chat_tokenizer.eos_token_id
+    ] * 2
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_last_turn_only(chat_tokenizer, template):
+    chat_tokenizer.chat_template = template
+    ids, mask, _ = encode_row({"messages": MESSAGES}, chat_tokenizer, assistant_turns="last")
+    assert supervised(chat_tokenizer, ids, mask) == ANSWERS[1:]
+    assert ids == chat_tokenizer.apply_chat_template(MESSAGES[:5], return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_turns_of_a_prompt_are_not_supervised(chat_tokenizer, template):
+    chat_tokenizer.chat_template = template
+    row = {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}
+    ids, mask, _ = encode_row(row, chat_tokenizer)
+    assert supervised(chat_tokenizer, ids, mask) == ANSWERS[1:]
+
+
+def test_tokenizer_without_offsets(char_tokenizer):
+    messages = [{**m, "content": m["content"].replace("🙂", ":)")} for m in MESSAGES]
+    for template in (CHATML, TAGGED):
+        char_tokenizer.chat_template = template
+        ids, mask, is_open = encode_row({"messages": messages}, char_tokenizer)
+        assert not char_tokenizer.is_fast and not is_open
+        assert ids == char_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        assert supervised(char_tokenizer, ids, mask) == ["it is fine :)<|im_end|>", " fine\n<|im_end|>"]
+
+
+def test_template_that_rewrites_earlier_turns(chat_tokenizer):
+    chat_tokenizer.chat_template = THINKING
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "<think>hm</think>hi"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "<think>so</think>fine"},
+    ]
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]: the chat template rewrites earlier turns.*assistant_turns='last'"
+    ):
+        encode_row({"messages": messages}, chat_tokenizer)
+    ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, assistant_turns="last")
+    assert supervised(chat_tokenizer, ids, mask) == ["<think>so</think>fine<|im_end|>"]
+    assert "hm" not in chat_tokenizer.decode(ids)
+
+
+def test_scaffolding_of_the_generation_prompt_is_not_supervised(chat_tokenizer):
+    chat_tokenizer.chat_template = CHATML.replace(
+        "m['role'] + '\\n' +", "m['role'] + '\\n' + ('<think></think>' if m['role'] == 'assistant' and mute else '') +"
+    ).replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n' + ('<think></think>' if mute else '')")
+    for mute in (True, False):
+        row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
+        ids, mask, _ = encode_row(row, chat_tokenizer, template_kwargs={"mute": mute})
+        assert supervised(chat_tokenizer, ids, mask) == ["hi<|im_end|>"]
+        assert ("<think>" in chat_tokenizer.decode(ids)) == mute
+
+
+def test_mask_of_nothing_is_an_error(chat_tokenizer):
+    chat_tokenizer.chat_template = "{% generation %}{% endgeneration %}" + CHATML
+    with pytest.raises(ValueError, match="loss mask is all zero although there is an assistant turn"):
+        encode_row({"messages": MESSAGES}, chat_tokenizer)
+
+
+def test_turn_without_stop_token_is_told(chat_tokenizer):
+    chat_tokenizer.chat_template = CHATML.replace("<|im_end|>", "")
+    ids, mask, is_open = encode_row({"messages": MESSAGES[:3]}, chat_tokenizer)
+    assert is_open and supervised(chat_tokenizer, ids, mask) == ["it is fine 🙂\n"]
+    chat_tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>")
+    assert encode_row({"messages": MESSAGES[:3]}, chat_tokenizer)[2]
+    ids, mask, is_open = encode_row(
+        {"messages": MESSAGES[:3]}, chat_tokenizer, stop_token_ids=[chat_tokenizer.pad_token_id]
+    )
+    assert not is_open and supervised(chat_tokenizer, ids, mask) == ["it is fine 🙂<|endoftext|>"]
+
+
+def test_answer_cut_by_length_has_no_stop_token(chat_tokenizer):
+    ids, mask, is_open = encode_row({"messages": MESSAGES[:3], "finish_reason": "length"}, chat_tokenizer)
+    assert not is_open and supervised(chat_tokenizer, ids, mask) == ["it is fine 🙂"]
+
+
+def test_plain_text(chat_tokenizer):
+    row = {"prompt": "the user asks", "completion": " what"}
+    ids, mask, _ = encode_row(row, chat_tokenizer)
+    assert chat_tokenizer.decode(ids) == "the user asks what<|im_end|>"
+    assert supervised(chat_tokenizer, ids, mask) == [" what<|im_end|>"]
+    ids, mask, _ = encode_row({**row, "finish_reason": "length"}, chat_tokenizer)
+    assert supervised(chat_tokenizer, ids, mask) == [" what"]
+    with pytest.raises(ValueError, match="completion: expected text"):
+        encode_row({"prompt": "x"}, chat_tokenizer)
+
+
+def test_recorded_token_ids_are_taken_as_they_are(chat_tokenizer):
+    row = {"messages": MESSAGES, "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "finish_reason": "length"}
+    assert encode_row(row, chat_tokenizer) == ([5, 6, 7, 8, 9], [0, 0, 1, 1, 1], False)
+    assert encode_row({**row, "finish_reason": "stop"}, chat_tokenizer)[2]
+    for bad in ([7, len(chat_tokenizer)], [-1], "789", None):
+        with pytest.raises(ValueError, match="prompt_ids: expected token ids below"):
+            encode_row({**row, "prompt_ids": bad}, chat_tokenizer)
+
+
+def test_what_a_template_refuses_is_told(chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ raise_exception('No user query found in messages.') }}"
+    with pytest.raises(ValueError, match="messages: the chat template refuses them: No user query found"):
+        encode_row({"messages": MESSAGES}, chat_tokenizer)
+    chat_tokenizer.chat_template = CHATML
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    with pytest.raises(ValueError, match="messages: the chat template refuses them"):
+        encode_row({"messages": parts}, chat_tokenizer)
