@@ -1,0 +1,152 @@
+"""What block-parallel drafts share: the target's embedding and head, initialisation, saving with their own code."""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..configuration.configuration_draft import DraftConfig
+from .atomic_save import staged_directory
+from .remote_code import write_remote_code
+
+SEED_NAMES = {"noise_embedding": "noise_embeds", "target_hidden": "context_hidden_states"}
+PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+
+
+def accept_seed_names(forward: Callable) -> Callable:
+    """Lets `forward` take its inputs under the names of the reference implementation (NeMo AutoModel) as well."""
+
+    @functools.wraps(forward)
+    def with_aliases(self, *args, **kwargs):
+        for alias, name in SEED_NAMES.items():
+            if alias in kwargs:
+                if name in kwargs:
+                    raise ValueError(f"`{alias}` is another name of `{name}`: pass one of them.")
+                kwargs[name] = kwargs.pop(alias)
+        return forward(self, *args, **kwargs)
+
+    return with_aliases
+
+
+class DraftPreTrainedModel(PreTrainedModel):
+    """
+    Base of the drafts. A draft owns neither an embedding table nor an LM head: it reads blocks that were embedded with
+    the target's embedding ([`~DraftPreTrainedModel.embed_block`]), and the target's head turns its hidden states into
+    logits ([`~DraftPreTrainedModel.compute_logits`]).
+    """
+
+    config: DraftConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+    def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> torch.Tensor:
+        """
+        Embeds draft blocks, for `noise_embeds`.
+
+        Args:
+            input_ids (`[B, Q]` int64):
+                Block tokens: known ones, then `config.mask_token_id`.
+            embed_tokens (`nn.Module`):
+                `target.get_input_embeddings()`.
+
+        Returns:
+            `[B, Q, H]`, multiplied by `config.input_embedding_scale`.
+        """
+        embeds = embed_tokens(input_ids)
+        scale = self.config.input_embedding_scale
+        return embeds if scale == 1 else embeds * scale
+
+    def compute_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        """
+        Logits of the draft's hidden states.
+
+        Args:
+            hidden_states (`[..., H]`):
+                `last_hidden_state` of the forward, or a part of it.
+            lm_head (`nn.Module`):
+                `target.get_output_embeddings()`.
+
+        Returns:
+            `[..., V]` in the head's dtype: multiplied by `config.output_multiplier`, then with
+            `config.final_logit_softcapping` c, if any, `c * tanh(logits / c)`.
+        """
+        logits = lm_head(hidden_states)
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def get_input_embeddings(self) -> None:
+        """`None`: block tokens are embedded with `target.get_input_embeddings()`."""
+        return None
+
+    def enable_input_require_grads(self):
+        """Makes the first layer's input require gradients: reentrant checkpointing of frozen weights (PEFT) needs it."""
+        first_layer = next(module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
+
+        def require_grads(layer, args):
+            args[0].requires_grad_(True)
+
+        self._require_grads_hooks = [first_layer.register_forward_pre_hook(require_grads)]
+
+    def _init_weights(self, module: nn.Module):
+        if isinstance(module, nn.Linear):
+            # U(-fan_in^-1/2, fan_in^-1/2), torch's default, as in the reference: not the target's normal of std 0.02.
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        else:
+            super()._init_weights(module)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        **kwargs,
+    ):
+        """
+        Saves weights, config and the code that loads them where this package is absent (`trust_remote_code=True`).
+
+        Each file is written beside, synced and renamed, `config.json` last. The arguments are those of
+        [`~transformers.PreTrainedModel.save_pretrained`].
+        """
+        push_arguments = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
+        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        save = functools.partial(super().save_pretrained, state_dict=state_dict, **kwargs)
+        if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint", False):
+            # Other ranks write nothing but take part in gathering; a distributed checkpoint is written by all ranks.
+            save(save_directory, is_main_process=is_main_process)
+        else:
+            with staged_directory(save_directory) as staging:
+                self.config.auto_map = write_remote_code(staging, self._saved_class())
+                save(staging)
+                written = {file.name for file in staging.iterdir()}
+            _remove_stale_weights(Path(save_directory), written)
+        if push_to_hub:
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **push_arguments)
+
+    def _saved_class(self) -> type:
+        """The draft's class; FSDP2 gives every module a class of its own, derived from it."""
+        name = type(self).__name__.removeprefix("FSDP")
+        return next(cls for cls in type(self).__mro__ if cls.__name__ == name)
+
+
+def _remove_stale_weights(directory: Path, written: set[str]) -> None:
+    """An earlier save with another number of shards leaves files that loading would prefer to the new ones."""
+    if written & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
+        shards = directory.glob("model-?????-of-?????.safetensors")
+        for file in [*shards, directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME]:
+            if file.name not in written:
+                file.unlink(missing_ok=True)

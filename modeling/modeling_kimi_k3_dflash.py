@@ -1,0 +1,237 @@
+"""DFlash draft with a dense Kimi K3 backbone: NoPE MLA over `[context | block]` and a SiTU feed-forward."""
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.cache_utils import Cache, DFlashCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm, eager_attention
+from .modeling_draft import DraftPreTrainedModel, accept_seed_names
+
+
+class KimiK3DFlashAttention(KimiK3MLAttention):
+    """The target's MLA with the block as queries and `[cached | new context | block]` as keys and values."""
+
+    def __init__(self, config: KimiK3DFlashConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_causal = False
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | BlockMask | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`hidden_states` `[B, Q, H]`, `context_hidden_states` `[B, A, H]`; returns `[B, Q, H]`."""
+        queries = self.queries(hidden_states)
+        latents, shared_keys = self.latents(torch.cat([context_hidden_states, hidden_states], dim=1))
+        if cache is not None:
+            latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
+        # An adapted or quantised `kv_b_proj` is no single weight that could be absorbed.
+        absorb = cache is not None and not self.training and type(self.kv_b_proj) is nn.Linear
+        if absorb and not isinstance(attention_mask, BlockMask):
+            output = self._attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs)
+        else:
+            output = self._attend(queries, *self.expand(latents, shared_keys), attention_mask, **kwargs)
+        output = output.flatten(2)
+        if self.config.mla_use_output_gate:
+            output = output * torch.sigmoid(self.g_proj(hidden_states))
+        return self.o_proj(output)
+
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | BlockMask | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`[B, N, Q, d]` queries; returns `[B, Q, N, dv]`."""
+        implementation = self.config._attn_implementation
+        if implementation == "flex_attention" and not isinstance(attention_mask, BlockMask):
+            # FlexAttention is for training's block masks; it would compile anew for each length of a growing context.
+            implementation = "sdpa"
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        kwargs |= {"dropout": dropout, "scaling": self.scaling}
+        return attention(self, queries, keys, values, attention_mask, **kwargs)[0]
+
+    def _attend_absorbed(
+        self,
+        queries: torch.Tensor,
+        latents: torch.Tensor,
+        shared_keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """
+        The same with `kv_b_proj` on the few queries and outputs of a block: no cached row is expanded again, in each
+        round, to the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+        """
+        sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
+        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(sizes, dim=1)
+        nope, shared = queries.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        # All heads read the same rows, so they become further queries of one head: `[B, 1, N * Q, r + dr]`.
+        queries = torch.cat([nope @ to_keys, shared], dim=-1).flatten(1, 2).unsqueeze(1)
+        keys = torch.cat([latents, shared_keys], dim=-1)
+        if attention_mask is not None:
+            attention_mask = attention_mask.repeat(1, 1, self.num_heads, 1)
+        output = self._attend(queries, keys, latents, attention_mask, **kwargs)
+        output = output.squeeze(2).unflatten(1, (self.num_heads, -1)) @ to_values.transpose(1, 2)
+        return output.transpose(1, 2)
+
+
+class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm MLA over `[context | block]`, then a dense SiTU MLP. The context is not normed again in each layer."""
+
+    def __init__(self, config: KimiK3DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = KimiK3DFlashAttention(config, layer_idx)
+        self.mlp = KimiK3MLP(config)
+        self.input_layernorm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | BlockMask | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`hidden_states` `[B, Q, H]`, `context_hidden_states` `[B, A, H]`; returns `[B, Q, H]`."""
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, context_hidden_states, attention_mask, cache, **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class KimiK3DFlashDraftModel(DraftPreTrainedModel):
+    """
+    DFlash draft (arXiv 2602.06036) for Kimi K3 and other targets: slot 0 of a block is the last known token, the other
+    slots hold the mask token and are predicted in one forward from the block and the target's features of the context.
+
+    There is no positional encoding: slots that hold the same token and see the same keys get the same prediction. Set
+    `config.is_causal` (or a `sliding_window` well below the context) so that masked slots differ.
+    """
+
+    config_class = KimiK3DFlashConfig
+    _no_split_modules = ["KimiK3DFlashDecoderLayer"]
+
+    def __init__(self, config: KimiK3DFlashConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(KimiK3DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_init()
+
+    @accept_seed_names
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | BlockMask | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            noise_embeds (`[B, Q, H]`):
+                Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
+            context_hidden_states (`[B, A, F * H]`):
+                Target features of the A context tokens that `cache` does not hold yet, F = `len(target_layer_ids)`.
+            attention_mask (*optional*):
+                - `None`: one block, which sees the whole context (within `config.sliding_window`) and all of itself;
+                - `[B, C + A + Q]`, C cached rows: one block, and 0 marks padding;
+                - `[B, 1, Q, C + A + Q]`, bool (True is visible) or additive, or a `BlockMask`: any number of blocks.
+                  `config.sliding_window` and `config.is_causal` have to be in it.
+            position_ids (*optional*):
+                Not used: K3's attention has no positional encoding.
+            cache ([`~transformers.cache_utils.DFlashCache`], *optional*):
+                Gets A + Q rows for each layer, the normed latents and the shared keys. Remove the block's with
+                `cache.crop(-Q)` before the next round.
+            use_cache (`bool`, *optional*):
+                Makes a cache if none is given.
+
+        Returns:
+            [`~transformers.modeling_outputs.BaseModelOutputWithPast`]: `last_hidden_state` `[B, Q, H]` in the dtype of
+            `noise_embeds`, ready for the target's head, and `cache`.
+
+        Raises:
+            ValueError: if the width of the features or the shape of the mask is wrong, or if Q > `block_size` comes
+                without a mask that says which block sees what.
+        """
+        if context_hidden_states.shape[-1] != self.fc.in_features:
+            raise ValueError(
+                f"`context_hidden_states` is {context_hidden_states.shape[-1]} wide; `target_layer_ids` "
+                f"{self.config.target_layer_ids} of hidden_size {self.config.hidden_size} make {self.fc.in_features}."
+            )
+        if use_cache and cache is None:
+            cache = DFlashCache(config=self.config)
+        cached = cache.get_seq_length() if cache is not None else 0
+        key_length = cached + context_hidden_states.shape[1] + noise_embeds.shape[1]
+        attention_mask = self._visible_keys(attention_mask, noise_embeds, key_length)
+
+        # The target may be held in another dtype than the draft.
+        dtype = self.norm.weight.dtype
+        context_hidden_states = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
+        hidden_states = noise_embeds.to(dtype)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context_hidden_states, attention_mask, cache=cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states).to(noise_embeds.dtype), cache=cache)
+
+    def _visible_keys(
+        self, attention_mask: torch.Tensor | BlockMask | None, noise_embeds: torch.Tensor, key_length: int
+    ) -> torch.Tensor | BlockMask | None:
+        """`[B, 1, Q, key_length]`, a `BlockMask`, or `None` where everything is visible."""
+        if isinstance(attention_mask, BlockMask):
+            if self.config._attn_implementation != "flex_attention":
+                raise ValueError(
+                    'A `BlockMask` is for `attn_implementation="flex_attention"`; the draft was loaded with '
+                    f"{self.config._attn_implementation!r}, which takes a dense `attention_mask`."
+                )
+            return attention_mask
+        query_length = noise_embeds.shape[1]
+        if attention_mask is None or attention_mask.dim() == 2:
+            if query_length > self.config.block_size:
+                raise ValueError(
+                    f"`noise_embeds` holds {query_length} tokens, more than one block of {self.config.block_size}: "
+                    "without a 4D `attention_mask` each block would see the others and what follows its anchor."
+                )
+            attention_mask = self._single_block_mask(attention_mask, query_length, key_length, noise_embeds.device)
+        if attention_mask is None:
+            return None
+        if attention_mask.shape[-2:] != (query_length, key_length):
+            raise ValueError(
+                f"`attention_mask` covers {tuple(attention_mask.shape[-2:])} (queries, keys); cached context, new "
+                f"context and block make {(query_length, key_length)}."
+            )
+        is_bool = attention_mask.dtype == torch.bool
+        return attention_mask if is_bool else attention_mask.to(self.norm.weight.dtype)
+
+    def _single_block_mask(
+        self, padding_mask: torch.Tensor | None, query_length: int, key_length: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """`[B, 1, Q, key_length]` bool for one block after its whole context, or `None` if nothing is hidden."""
+        window, is_causal = self.config.sliding_window, self.config.is_causal
+        if padding_mask is None and window is None and not is_causal:
+            return None
+        if padding_mask is None:
+            padding_mask = torch.ones(1, key_length, dtype=torch.bool, device=device)
+        visible = padding_mask.bool()[:, None, :].repeat(1, query_length, 1)
+        if window is not None:
+            # Padding takes no place, on whichever side it is: positions count the real tokens.
+            positions = padding_mask.long().cumsum(-1)
+            block, context = positions[:, -query_length:, None], positions[:, None, :-query_length]
+            visible[..., :-query_length] &= block - context < window
+        if is_causal:
+            visible[..., -query_length:] &= torch.ones_like(visible[0, :, -query_length:]).tril()
+        return visible[:, None]

@@ -1,0 +1,123 @@
+"""A saved draft carries its code: it loads, runs and saves again where the package does not exist."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from draft_models import draft_inputs, tiny_draft
+from safetensors.torch import load_file, save_file
+
+from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.modeling.remote_code import flatten_modules, write_remote_code
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_kimi_k3_dflash.KimiK3DFlashConfig",
+    "AutoModel": "modeling_kimi_k3_dflash.KimiK3DFlashDraftModel",
+}
+
+# Isolated mode and an empty code cache; the package is blocked even where it is installed.
+FRESH_PROCESS = """
+import sys
+sys.modules["blockdraft"] = None
+source, inputs, saved_again = sys.argv[1:]
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel
+
+torch.set_num_threads(2)
+draft = AutoModel.from_pretrained(source, trust_remote_code=True)
+assert type(draft).__module__.startswith("transformers_modules."), type(draft).__module__
+assert isinstance(draft.config, type(AutoConfig.from_pretrained(source, trust_remote_code=True)))
+with torch.no_grad():
+    hidden = draft(**load_file(inputs)).last_hidden_state
+draft.save_pretrained(saved_again)
+save_file({"hidden": hidden}, saved_again + "/outputs.safetensors")
+"""
+
+
+def run_fresh(source, inputs, saved_again, tmp_path):
+    caches = {
+        "HF_HOME": str(tmp_path / "hf_home"),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(source), str(inputs), str(saved_again)]
+    result = subprocess.run(command, cwd=tmp_path, env=os.environ | caches, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return load_file(saved_again / "outputs.safetensors")["hidden"]
+
+
+def code_files(directory):
+    return {file.name: file.read_text() for file in directory.glob("*.py")}
+
+
+def test_loads_and_saves_again_without_the_package(tmp_path):
+    draft = tiny_draft()
+    inputs = draft_inputs(draft)
+    with torch.no_grad():
+        expected = draft(**inputs).last_hidden_state
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    draft.save_pretrained(tmp_path / "made_here")
+    (tmp_path / "made_here").rename(tmp_path / "moved")
+
+    for source, saved_again in (("moved", "again"), ("again", "twice")):
+        hidden = run_fresh(tmp_path / source, tmp_path / "inputs.safetensors", tmp_path / saved_again, tmp_path)
+        assert torch.equal(hidden, expected)
+        assert code_files(tmp_path / saved_again) == code_files(tmp_path / "moved")
+        assert json.loads((tmp_path / saved_again / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+def test_shipped_files_import_each_other_and_public_libraries_only(tmp_path):
+    assert write_remote_code(tmp_path, KimiK3DFlashDraftModel) == AUTO_MAP
+    files = code_files(tmp_path)
+    assert {"modeling_kimi_k3_dflash.py", "configuration_kimi_k3_dflash.py"} < set(files)
+    assert "modeling_kimi_k3.py" not in files  # a draft does not ship its target
+    for name, source in files.items():
+        imports = [line.split()[1] for line in source.splitlines() if line.startswith(("from ", "import "))]
+        for module in imports:
+            assert not module.startswith(("..", "blockdraft")), f"{name} imports {module}"
+            assert not module.startswith(".") or f"{module[1:]}.py" in files, f"{name} imports {module}"
+
+
+def make_files(root, files):
+    for name, source in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source)
+    return root
+
+
+def test_flattening_follows_imports_through_folders(tmp_path):
+    root = make_files(
+        tmp_path,
+        {
+            "a/first.py": "import os\nfrom ..b.second import (\n    X,\n)\n\ndef late():\n    from .third import Y\n",
+            "a/third.py": "from .first import late\n",
+            "b/second.py": "from ..a.third import Y\nfrom collections import abc\nX = '..b.second'\n",
+            "b/unused.py": "",
+        },
+    )
+    flat = flatten_modules([root / "a/first.py"])
+    assert flat == {
+        "first.py": "import os\nfrom .second import (\n    X,\n)\n\ndef late():\n    from .third import Y\n",
+        "second.py": "from .third import Y\nfrom collections import abc\nX = '..b.second'\n",
+        "third.py": "from .first import late\n",
+    }
+    assert flatten_modules([make_files(tmp_path / "flat", flat) / "first.py"]) == flat
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a/first.py": "from ..b.first import X\n", "b/first.py": ""}, "rename one"),
+        ({"a/first.py": "from . import second\n", "a/second.py": ""}, "names no module"),
+        ({"a/first.py": "from ..b import X\n", "b/__init__.py": ""}, "not a module file"),
+    ],
+)
+def test_what_cannot_be_flattened_is_refused(tmp_path, files, message):
+    root = make_files(tmp_path, files)
+    with pytest.raises(AssertionError, match=message):
+        flatten_modules([root / "a/first.py"])
