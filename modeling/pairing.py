@@ -1,0 +1,55 @@
+"""Whether a draft and a target belong together: the draft's configuration remembers the target it was trained for."""
+
+import warnings
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..configuration.configuration_draft import target_record
+
+
+def check_pair(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    revision: str | None = None,
+) -> None:
+    """Compares a loaded target with what the draft's configuration says about it.
+
+    Args:
+        target: the model that verifies; block tokens go through its embedding and its head.
+        draft: its draft. Without a record in `config.target` only the shapes are compared.
+        tokenizer: the target's; `None` leaves it out.
+        revision: what the target was loaded at (a loaded model does not know); `None` leaves it out.
+
+    Raises:
+        ValueError: if the target has another hidden size, depth, vocabulary or number of embedding rows: the draft
+            cannot work with it, or would answer in other tokens.
+
+    Warns:
+        UserWarning: if the target has the right shapes but another revision, embedding or tokenizer than in training:
+            the output stays the target's, but fewer tokens may be accepted.
+    """
+    config, record = draft.config, draft.config.target or {}
+    found = target_record(target, tokenizer, revision)
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    for setting, expected, actual in (
+        ("hidden_size", config.hidden_size, found["hidden_size"]),
+        ("num_target_layers", config.num_target_layers, found["num_hidden_layers"]),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("target.embedding_rows", record.get("embedding_rows"), found["embedding_rows"]),
+    ):
+        if expected is not None and expected != actual:
+            raise ValueError(
+                f"The draft was made for a target with `{setting}`={expected}, {found['architecture']} has {actual}. "
+                f"Load the target it names ({record.get('name_or_path') or 'none'}), or train a draft for this one."
+            )
+    compared = ["revision", "tokenizer_sha256"]
+    if record.get("dtype") == found["dtype"]:  # a cast changes the rows
+        compared.append("embedding_sha256")
+    different = [name for name in compared if record.get(name) and found[name] and record[name] != found[name]]
+    if different:
+        warnings.warn(
+            f"The target's {different} are not those of the one the draft was trained for "
+            f"({record.get('name_or_path')}): the output stays correct, but fewer tokens may be accepted.",
+            stacklevel=2,
+        )

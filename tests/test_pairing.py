@@ -1,0 +1,46 @@
+import warnings
+
+import pytest
+import torch
+from decoding_models import build_draft, build_target
+
+from blockdraft.configuration.configuration_draft import target_record
+from blockdraft.modeling.pairing import check_pair
+
+
+@pytest.fixture
+def pair():
+    target = build_target("qwen3")
+    return target, build_draft(target, target=target_record(target, None, revision="abc"))
+
+
+def test_the_recorded_target_is_accepted_in_silence(pair):
+    target, draft = pair
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_pair(target, draft)
+        check_pair(target, draft, revision="abc")
+        check_pair(target.to(torch.bfloat16), draft)
+        check_pair(target, build_draft(target))
+
+
+def test_another_shape_is_an_error(pair):
+    target, draft = pair
+    target.resize_token_embeddings(72)
+    with pytest.raises(ValueError, match="`vocab_size`=64.*72"):
+        check_pair(target, draft)
+    target.config.vocab_size = 64  # rows that only the embedding has
+    with pytest.raises(ValueError, match="`target.embedding_rows`=64.*72"):
+        check_pair(target, draft)
+    with pytest.raises(ValueError, match="`hidden_size`=16.*32"):
+        check_pair(target, build_draft(target, hidden_size=16))
+
+
+def test_other_weights_and_revisions_are_a_warning(pair):
+    target, draft = pair
+    with pytest.warns(UserWarning, match="revision"):
+        check_pair(target, draft, revision="def")
+    with torch.no_grad():
+        target.get_input_embeddings().weight[0] += 1e-3
+    with pytest.warns(UserWarning, match="embedding_sha256"):
+        check_pair(target, draft)
