@@ -315,7 +315,7 @@ def test_rows_without_id_are_refused(tmp_path):
 def test_two_ranks_equal_one(tmp_path):
     """Two gloo processes, one of which gets rows without an anchor, take the step that one process takes."""
     script = Path(__file__).parent / "two_rank_step.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29731", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
     result = subprocess.run([*command, str(tmp_path / "two")], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -20,7 +20,7 @@ from ..hub_cards.card import write_card
 from ..modeling.block_attention import block_attention_mask, flex_block_mask
 from ..modeling.pairing import check_pair
 from ..modeling.target_features import capture_features
-from .anchors import document_remaining, legal_anchors, sample_anchors, sample_prefix_lengths
+from .anchors import Anchors, document_remaining, legal_anchors, sample_anchors, sample_prefix_lengths
 from .data import DraftCollator
 from .evaluation import evaluate_decoding, held_out_prompts
 from .objectives import BlockLoss, block_loss, build_block_inputs, build_block_targets, slot_weights
@@ -73,6 +73,11 @@ class DraftTrainer(Trainer):
         check_pair(target, model, self.processing_class)
         self.draft_config = self.accelerator.unwrap_model(self.model).config
         self.gamma = args.gamma(self.draft_config.block_size)
+        if not self.draft_config.is_causal and self.draft_config.sliding_window is None:
+            logger.warning(
+                "The draft is bidirectional (`is_causal=False`), without positions and without a `sliding_window`: its masked "
+                "slots cannot tell themselves apart and all predict the same distribution. Set `is_causal=True`."
+            )
         self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
         self.draft_config.objective = {
@@ -108,6 +113,9 @@ class DraftTrainer(Trainer):
                 remaining = document_remaining(batch["document_ids"], lengths)
             legal = legal_anchors(batch["loss_mask"], block_size, lengths, remaining)
             anchors = sample_anchors(legal, args.num_anchors, args.seed, step, row_ids)
+            if anchors.keep.shape[1] == 0:
+                # One padded block: the forward runs, every parameter gets a zero gradient, and no rank waits for this one.
+                anchors = Anchors(*(torch.nn.functional.pad(tensor, (0, 1)) for tensor in anchors))
             batch["anchor_positions"], batch["block_keep_mask"] = anchors
         if args.loss_type == "variable_prefix" and "prefix_lengths" not in batch:
             batch["prefix_lengths"] = sample_prefix_lengths(
@@ -130,21 +138,16 @@ class DraftTrainer(Trainer):
     ):
         """The batch's share of the window's weighted mean; `num_items_in_batch` is the window's weight on all ranks."""
         loss = self.block_loss(model, inputs)
-        if loss is None:  # no row has an anchor: every parameter takes part, with nothing to learn
-            value = sum(parameter.sum() * 0.0 for parameter in model.parameters() if parameter.requires_grad)
-        else:
-            self._window.add(loss)
-            weight = loss.weight if num_items_in_batch is None else num_items_in_batch
-            # Gradients are averaged over ranks, the weight is summed over them.
-            ranks = 1 if num_items_in_batch is None else self.accelerator.num_processes
-            value = loss.loss_sum / (weight + 1e-6) * ranks
+        self._window.add(loss)
+        weight = loss.weight if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over ranks, the weight is summed over them.
+        ranks = 1 if num_items_in_batch is None else self.accelerator.num_processes
+        value = loss.loss_sum / (weight + 1e-6) * ranks
         return (value, {}) if return_outputs else value
 
-    def block_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> BlockLoss | None:
-        """The loss sums of a batch whose blocks are placed; `None` where there is no block."""
+    def block_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> BlockLoss:
+        """The loss sums of a batch whose blocks are placed."""
         anchors = (inputs["anchor_positions"], inputs["block_keep_mask"])
-        if anchors[0].shape[1] == 0:
-            return None
         draft = self.accelerator.unwrap_model(self.model)
         config, prefix_lengths = self.draft_config, inputs.get("prefix_lengths", 1)
         head = self.target.get_output_embeddings()
@@ -206,8 +209,7 @@ class DraftTrainer(Trainer):
             for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
                 self.place_blocks(batch, EVALUATION_STEP)
                 window.count_rows(batch["block_keep_mask"])
-                if (loss := self.block_loss(self.model, self._prepare_inputs(batch))) is not None:
-                    window.add(loss)
+                window.add(self.block_loss(self.model, self._prepare_inputs(batch)))
         metrics = window.metrics(self.accelerator)
         if self.args.eval_decode_prompts and self.accelerator.is_main_process:
             draft = self.accelerator.unwrap_model(self.model)
