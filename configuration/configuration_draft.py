@@ -1,4 +1,4 @@
-"""What the configurations of all block-parallel drafts share: layout, target identity, validation, builders' helpers."""
+"""What the configurations of block-parallel drafts share: layout, target identity, validation, builders' helpers."""
 
 import hashlib
 import json
@@ -8,15 +8,17 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DRAFT_SCHEMA_VERSION = 1
 
-# Settings that engines and older checkpoints keep in a nested `dflash_config`. The top-level attribute is the one truth.
-NESTED_SETTINGS = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-)
+# Settings that engines and older checkpoints keep in a nested `dflash_config`, by their name there. The top-level
+# attribute is the one truth.
+NESTED_SETTINGS = {
+    "block_size": "block_size",
+    "mask_token_id": "mask_token_id",
+    "target_layer_ids": "target_layer_ids",
+    "output_multiplier": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "input_embedding_scale": "input_embedding_scale",
+    "causal": "is_causal",
+}
 
 
 @strict
@@ -71,27 +73,37 @@ class DraftConfig(PreTrainedConfig):
 
     def __post_init__(self, dflash_config: dict | None = None, sample_from_anchor: bool | None = None, **kwargs):
         self._read_nested(dict(dflash_config or {}))
+        if sample_from_anchor is not None and sample_from_anchor != (self.slot_layout == "N"):
+            raise ValueError(
+                f"`sample_from_anchor` is {sample_from_anchor} but `slot_layout` is {self.slot_layout!r}; it is true "
+                'where slot 0 predicts too ("N"). Leave it out, it follows from the layout.'
+            )
         super().__post_init__(**kwargs)
         self.check_draft()
 
     def _read_nested(self, nested: dict) -> None:
         if nested.pop("projector_type", None) is not None:
-            raise ValueError("`dflash_config.projector_type` is set: drafts with a projector are another architecture.")
-        nested.pop("causal", None)
-        for name, value in nested.items():
-            if name not in NESTED_SETTINGS:
-                raise ValueError(f"`dflash_config.{name}` is not a setting of this draft; known: {NESTED_SETTINGS}.")
+            raise ValueError(
+                "`dflash_config.projector_type` is set: drafts with a projector are another architecture."
+            )
+        for nested_name, value in nested.items():
+            if nested_name not in NESTED_SETTINGS:
+                raise ValueError(
+                    f"`dflash_config.{nested_name}` is not a setting of this draft; known: {list(NESTED_SETTINGS)}."
+                )
+            name = NESTED_SETTINGS[nested_name]
             current = getattr(self, name)
             default = type(self).__dataclass_fields__[name].default
             if current != default and current != value:
-                raise ValueError(f"`{name}` is {current!r} but `dflash_config.{name}` is {value!r}; give one value.")
+                raise ValueError(
+                    f"`{name}` is {current!r} but `dflash_config.{nested_name}` is {value!r}; give one value."
+                )
             setattr(self, name, value)
 
     def to_dict(self) -> dict:
         """The configuration with both views: top-level keys and the nested `dflash_config` that engines read."""
         output = super().to_dict()
-        output["dflash_config"] = {name: output[name] for name in NESTED_SETTINGS}
-        output["dflash_config"]["causal"] = self.is_causal
+        output["dflash_config"] = {nested_name: output[name] for nested_name, name in NESTED_SETTINGS.items()}
         output["sample_from_anchor"] = self.slot_layout == "N"
         return output
 
@@ -99,8 +111,8 @@ class DraftConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         if "slot_layout" not in config_dict:
             raise ValueError(
-                f"The stored {cls.model_type} configuration has no `slot_layout`, so which slots of a block are drafted "
-                'is unknown. Add "slot_layout": "1+N" (slot 0 is the anchor) if that is how it was trained.'
+                f"The stored {cls.model_type} configuration has no `slot_layout`, so which slots of a block are "
+                'drafted is unknown. Add "slot_layout": "1+N" (slot 0 is the anchor) if that is how it was trained.'
             )
         return super().from_dict(config_dict, **kwargs)
 
@@ -130,8 +142,8 @@ def check_layer_ids(layer_ids: list[int], num_target_layers: int | None) -> None
     """Raises a `ValueError` unless `layer_ids` are strictly increasing layers that every engine can tap."""
     if not layer_ids or any(b <= a for a, b in zip(layer_ids, layer_ids[1:], strict=False)) or layer_ids[0] < 0:
         raise ValueError(
-            f"`target_layer_ids` is {layer_ids}: give strictly increasing zero-based layers. The default ids repeat on "
-            "very shallow targets; pass explicit ids there."
+            f"`target_layer_ids` is {layer_ids}: give strictly increasing zero-based layers. The default ids repeat "
+            "on very shallow targets; pass explicit ids there."
         )
     if num_target_layers is not None and layer_ids[-1] > num_target_layers - 2:
         raise ValueError(
@@ -143,7 +155,9 @@ def check_layer_ids(layer_ids: list[int], num_target_layers: int | None) -> None
 def check_mask_token(mask_token_id: int, vocab_size: int, bos: int | None, eos: int | list[int] | None) -> None:
     """Raises a `ValueError` unless the mask token is a row of the target's embedding and neither bos nor eos."""
     if not 0 <= mask_token_id < vocab_size:
-        raise ValueError(f"`mask_token_id` is {mask_token_id}: it must lie inside the target's vocabulary, 0..{vocab_size - 1}.")
+        raise ValueError(
+            f"`mask_token_id` is {mask_token_id}: it must lie inside the target's vocabulary, 0..{vocab_size - 1}."
+        )
     if mask_token_id == bos or mask_token_id in (eos if isinstance(eos, list) else [eos]):
         raise ValueError(
             f"`mask_token_id` is {mask_token_id}, the target's bos or eos token: the draft would learn that token as "
@@ -183,12 +197,13 @@ def propose_mask_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) 
     ]
     known = set(tokenizer.get_vocab().values())
     without_token = [id_ for id_ in range(vocab_size) if id_ not in known]
-    own = [] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id]
+    own = [id_ for id_ in special if id_ == tokenizer.mask_token_id]
     candidates = [id_ for id_ in dict.fromkeys(own + sorted(reserved) + without_token) if id_ not in taken]
     if not candidates:
         raise ValueError(
-            "The tokenizer has no mask, reserved or unused token and the embedding no free row. Pass as `mask_token_id` a "
-            "token that does not occur in your data (a rare control character or a token of a script you do not train on)."
+            "The tokenizer has no mask, reserved or unused token and the embedding no free row. Pass as "
+            "`mask_token_id` a token that your data do not contain (a rare control character, or one of a script that "
+            "you do not train on)."
         )
     return candidates
 

@@ -7,6 +7,8 @@ CONFIG_SCHEMA_VERSION = 1
 
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 FULL_ATTENTION = "full_attention"
+# How released files store routed experts (the name is that of the compressed-tensors format).
+MXFP4_FORMAT = "mxfp4-pack-quantized"
 
 
 @strict
@@ -27,12 +29,12 @@ class KimiK3TextConfig(PreTrainedConfig):
         routed_expert_hidden_size (`int`, *optional*):
             Width of the latent space in which the routed experts work.
         attn_res_block_size (`int`, *optional*):
-            Layers between two snapshots of the residual stream that the learned mixers read; `None` for plain residuals.
+            Layers between two snapshots of the residual stream that learned mixers read; `None` for plain residuals.
         activation_situ_beta, activation_situ_linear_beta (`float`, *optional*):
             Bounds of the SiTU activation's gate (`None` or 0 means 1) and of its linear half (`None` means unbounded).
         linear_attn_config (`dict`, *optional*):
-            KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`, `use_full_rank_gate`, `gate_lower_bound`) and the
-            **1-based** lists `kda_layers` and `full_attn_layers`, which are disjoint and cover all layers.
+            KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`, `use_full_rank_gate`, `gate_lower_bound`) and
+            the **1-based** lists `kda_layers` and `full_attn_layers`, which are disjoint and cover all layers.
 
     Raises:
         ValueError: if a setting is outside of what the architecture defines; the message names it.
@@ -97,6 +99,7 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         kwargs.pop("layer_types", None)  # derived from `linear_attn_config`
+        _drop_mxfp4(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -164,8 +167,8 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     def check(self):
         """Raises a `ValueError` that names the first setting outside of what the architecture defines."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"):  # fmt: skip
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in (*sizes, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
         _require(self.mla_use_nope, "mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
         _require(
@@ -195,7 +198,10 @@ class KimiK3TextConfig(PreTrainedConfig):
             f"kda_layers and full_attn_layers (1-based) must be disjoint and cover 1..{self.num_hidden_layers}",
         )
         _require(
-            len(lists[1]) > 0, "linear_attn_config.full_attn_layers", lists[1], "at least one layer must be full attention"
+            len(lists[1]) > 0,
+            "linear_attn_config.full_attn_layers",
+            lists[1],
+            "at least one layer must be full attention",
         )
         bound = self.linear_gate_lower_bound
         _require(bound is None or bound < 0, "linear_attn_config.gate_lower_bound", bound, "null or negative")
@@ -226,9 +232,9 @@ class KimiK3TextConfig(PreTrainedConfig):
 @strict
 class KimiK3Config(PreTrainedConfig):
     r"""
-    Configuration of a released Kimi K3 checkpoint, which is multimodal. Only its text side is built here: `text_config`
-    becomes a [`KimiK3TextConfig`] (the nested type `kimi_linear` of released files is accepted for it), the vision side
-    is kept as it was read.
+    Configuration of a released Kimi K3 checkpoint, which is multimodal. Only its text side is built here:
+    `text_config` becomes a [`KimiK3TextConfig`] (the nested type `kimi_linear` of released files is accepted for it),
+    the vision side is kept as it was read.
     """
 
     model_type = "kimi_k3"
@@ -247,7 +253,18 @@ class KimiK3Config(PreTrainedConfig):
                     f"'kimi_linear' or {KimiK3TextConfig.model_type!r}."
                 )
             self.text_config = KimiK3TextConfig(**nested)
+        _drop_mxfp4(kwargs)
         super().__post_init__(**kwargs)
+        if self.text_config.dtype is None:
+            self.text_config.dtype = self.dtype
+
+
+def _drop_mxfp4(settings: dict) -> None:
+    """Takes out the `quantization_config` of released files: their experts are decoded on load."""
+    quantization = settings.get("quantization_config") or {}
+    formats = [group.get("format") for group in quantization.get("config_groups", {}).values()]
+    if MXFP4_FORMAT in (quantization.get("format"), *formats):
+        del settings["quantization_config"]
 
 
 def _require(condition: bool, name: str, value, reason: str) -> None:

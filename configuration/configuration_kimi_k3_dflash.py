@@ -19,12 +19,8 @@ DENSE_DRAFT = {
 @strict
 class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
     r"""
-    A [`DraftConfig`] whose backbone is a dense stack of Kimi K3's MLA layers: every field of [`KimiK3TextConfig`], plus
-
-    Args:
-        target_hidden_size (`int`, *optional*):
-            Hidden size of the target, the width of one captured feature. The draft works at the same size, since it reads
-            the target's embeddings and its states go through the target's head.
+    A [`DraftConfig`] whose backbone is a dense stack of Kimi K3's MLA layers: every field of [`KimiK3TextConfig`], of
+    which `hidden_size` is the target's, since the draft reads the target's embeddings and features and feeds its head.
     """
 
     model_type = "kimi_k3_dflash"
@@ -40,10 +36,14 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
 
     def check(self) -> None:
         super().check()
-        if self.num_experts is not None or self.linear_attn_config["kda_layers"] or self.attn_res_block_size is not None:
+        if (
+            self.num_experts is not None
+            or self.linear_attn_config["kda_layers"]
+            or self.attn_res_block_size is not None
+        ):
             raise ValueError(
                 "A DFlash draft is dense: `num_experts` and `attn_res_block_size` must be null and "
-                "`linear_attn_config.kda_layers` empty. `build_kimi_k3_dflash_draft_config` derives such a configuration."
+                "`linear_attn_config.kda_layers` empty. `build_kimi_k3_dflash_draft_config` derives such a one."
             )
 
     @classmethod
@@ -54,18 +54,22 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
         num_draft_layers: int = 5,
         block_size: int = 16,
         target_layer_ids: list[int] | None = None,
+        is_causal: bool = True,
         **overrides,
     ) -> "KimiK3DFlashConfig":
         """
-        A draft for any causal language model: the target's hidden size, vocabulary and norm epsilon, and K3's MLA in
+        A draft for any causal language model: the target's hidden size, vocabulary and special tokens, and K3's MLA in
         proportion to its hidden size H where the target is not a K3 (heads = the target's, per-head widths of K3's
-        128/64/128 capped by H / heads, ranks H/4 for queries and H/8 for the latent, an MLP of the target's width, gated,
-        SiTU as in K3).
+        128/64/128 capped by H / heads, ranks H/4 for queries and H/8 for the latent, an MLP of the target's width,
+        gated, SiTU as in K3).
 
         Args:
             target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
             mask_token_id: see [`DraftConfig`]; `propose_mask_token_ids` lists candidates.
             target_layer_ids: defaults to [`build_target_layer_ids`].
+            is_causal: whether a slot sees only the earlier slots of its block. The reference is bidirectional, but
+                without positions its masked slots hold the same token and see the same keys: all of them predict the
+                same distribution. Causal slots count the masks before them, which tells them apart.
             overrides: any field of the configuration.
 
         Raises:
@@ -81,7 +85,9 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             config = build_kimi_k3_dflash_draft_config(
                 text_config, num_draft_layers, depth, block_size, dflash_config, "sdpa"
             )
-            return cls.from_dict(config.to_dict() | overrides) if overrides else config
+            settings = config.to_dict()
+            del settings["dflash_config"]  # a view of what may be overridden
+            return cls.from_dict(settings | {"is_causal": is_causal} | overrides)
         hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
         head_dim = max(8, hidden_size // heads)
         settings = {
@@ -102,6 +108,7 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             "num_hidden_layers": num_draft_layers,
             "num_target_layers": depth,
             "block_size": block_size,
+            "is_causal": is_causal,
             "final_logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
         }
         return cls(**(DENSE_DRAFT | settings | overrides), dflash_config=dflash_config)
@@ -116,8 +123,8 @@ def build_kimi_k3_dflash_draft_config(
     attention_backend: str,
 ) -> KimiK3DFlashConfig:
     """
-    A draft configuration from a Kimi K3 target's: the target's MLA shape, hidden size, MLP and vocabulary; depth, block
-    and features of the draft; what the draft does not build switched off.
+    A draft configuration from a Kimi K3 target's: the target's MLA shape, hidden size, MLP and vocabulary; depth,
+    block and features of the draft; what the draft does not build switched off.
 
     Args:
         target_config: configuration of a K3 target (a `kimi_k3` one is read through its text side).
@@ -137,7 +144,7 @@ def build_kimi_k3_dflash_draft_config(
             "`KimiK3DFlashConfig.from_target_config` builds a draft for any other target."
         )
     settings = target_config.to_dict()
-    for name in ("model_type", "dtype", "transformers_version"):
+    for name in ("model_type", "dtype", "transformers_version", "quantization_config", "auto_map", "_name_or_path"):
         settings.pop(name, None)
     draft = {
         "architectures": ["KimiK3DFlashDraftModel"],
@@ -145,7 +152,8 @@ def build_kimi_k3_dflash_draft_config(
         "linear_attn_config": _all_full_attention(num_draft_layers),
         "num_target_layers": num_target_layers,
         "block_size": block_size,
-        "dflash_config": {"target_layer_ids": build_target_layer_ids(num_target_layers, num_draft_layers)} | dflash_config,
+        "dflash_config": {"target_layer_ids": build_target_layer_ids(num_target_layers, num_draft_layers)}
+        | dflash_config,
         "attn_implementation": attention_backend,
     }
     return KimiK3DFlashConfig(**(settings | DENSE_DRAFT | draft))
@@ -153,8 +161,12 @@ def build_kimi_k3_dflash_draft_config(
 
 def build_kimi_k3_dflash_target_kwargs(config: PreTrainedConfig) -> dict:
     """
-    Keyword arguments for `from_pretrained` that load the text-only `KimiK3ForCausalLM` out of a (multimodal) K3
-    checkpoint: `KimiK3ForCausalLM.from_pretrained(name, **build_kimi_k3_dflash_target_kwargs(AutoConfig.from_pretrained(name)))`.
+    Keyword arguments that load the text-only `KimiK3ForCausalLM` out of a (multimodal) K3 checkpoint:
+
+    ```python
+    kwargs = build_kimi_k3_dflash_target_kwargs(AutoConfig.from_pretrained(name))
+    target = KimiK3ForCausalLM.from_pretrained(name, **kwargs)
+    ```
 
     Raises:
         ValueError: if `config` is not a Kimi K3 configuration.

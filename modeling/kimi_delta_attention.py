@@ -3,19 +3,21 @@
 Maths: Kimi Linear (arXiv 2510.26692, section 3) with Kimi K3's bounded decay and full-rank output gate.
 """
 
+import contextlib
 import math
 
 import torch
 from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, LinearAttentionLayer
+from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
 
+chunk_kda = None
 if is_flash_linear_attention_available():
-    from fla.ops.kda import chunk_kda
-else:
-    chunk_kda = None
+    with contextlib.suppress(ImportError):  # its versions before 0.4 have no KDA
+        from fla.ops.kda import chunk_kda
 
 # Within this many tokens a decay bounded by -5 a token keeps exp(-sum) inside fp32, so the chunk's products factor.
 CHUNK_SIZE = 16
@@ -127,11 +129,15 @@ def kda_chunked(
     keep = last.exp().transpose(-1, -2)
 
     outputs, updates = [], []
-    for chunk in range(q.shape[2]):
-        update = from_values[:, :, chunk] - from_state[:, :, chunk] @ state
-        outputs.append(queries[:, :, chunk] @ state + within[:, :, chunk] @ update)
+    # Unbound once: the gradient of an index would fill a tensor of all chunks for each chunk.
+    parts = (from_values, from_state, queries, within, keys_forward, keep)
+    for values_i, state_i, queries_i, within_i, keys_i, keep_i in zip(
+        *(part.unbind(2) for part in parts), strict=True
+    ):
+        update = values_i - state_i @ state
+        outputs.append(queries_i @ state + within_i @ update)
         updates.append(update)
-        state = keep[:, :, chunk] * state + keys_forward[:, :, chunk] @ update
+        state = keep_i * state + keys_i @ update
     outputs, updates = torch.cat(outputs, dim=2), torch.cat(updates, dim=2)
     return outputs[:, :, :length], updates[:, :, :length], state
 
@@ -144,17 +150,20 @@ def kda_rollback(k: torch.Tensor, g: torch.Tensor, updates: torch.Tensor, state:
         k, g, updates: `[B, heads, m, D]` fp32.
         state: `[B, heads, D, D]` fp32.
     """
-    decay = g.cumsum(dim=2)
-    last = decay[:, :, -1:]
-    return last.exp().transpose(-1, -2) * state + (k * (last - decay).exp()).transpose(-1, -2) @ updates
+    # Summed from the end: a difference of two long sums would be less exact.
+    later = nn.functional.pad(g[:, :, 1:].flip(2).cumsum(dim=2).flip(2), (0, 0, 0, 1))
+    keep = g.sum(dim=2, keepdim=True).exp().transpose(-1, -2)
+    return keep * state + (k * later.exp()).transpose(-1, -2) @ updates
 
 
 class KimiDeltaAttentionCache(LinearAttentionLayer):
     """
-    Cache layer of one KDA layer: the state `[B, heads, D, D]` and the last projections that the short convolution reads.
+    Cache layer of one KDA layer: the state `[B, heads, D, D]` and the last projections, which the short convolution
+    reads.
 
-    The state forgets: it cannot be run backwards. A recording cache therefore keeps the state before the last tokens and
-    what each of them did to it (key, decay, update), and `crop` plays the kept ones again.
+    The state forgets: it cannot be run backwards. A recording cache therefore keeps the state before the last tokens
+    and what each of them did to it (key, decay, update), and `crop` plays the kept ones again. It remembers the tokens
+    since the last `crop`, [`ROLLBACK_TOKENS`] at most.
     """
 
     is_compileable = False
@@ -162,11 +171,15 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
     def __init__(self, **kwargs):
         super().__init__(number_of_states=1)
         self.base_state: torch.Tensor | None = None
-        self.records: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.records: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def is_croppable(self) -> bool:
         return self.record_past
+
+    @property
+    def recorded_tokens(self) -> int:
+        return 0 if self.records is None else self.records[0].shape[2]
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, kernel_size: int = 1, **kwargs):
         """New projections `[B, channels, S]`; returns them behind the `kernel_size - 1` columns they need to see."""
@@ -175,11 +188,15 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
             self.device, self.dtype = conv_states.device, conv_states.dtype
             history = conv_states.new_zeros(*conv_states.shape[:-1], kernel_size - 1)
             self.conv_kernel_size[state_idx] = kernel_size
-            self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+            self.is_conv_states_initialized[state_idx] = True
+        self.has_previous_state[state_idx] = True
         columns = torch.cat([history, conv_states], dim=-1)
-        kept = kernel_size - 1 + (min(conv_states.shape[-1], ROLLBACK_TOKENS) if self.record_past else 0)
+        length = conv_states.shape[-1]
+        kept = kernel_size - 1
+        if self.record_past:
+            kept += min(self.recorded_tokens + length, ROLLBACK_TOKENS)
         self.conv_states[state_idx] = columns[..., columns.shape[-1] - kept :]
-        return columns[..., columns.shape[-1] - conv_states.shape[-1] - kernel_size + 1 :]
+        return columns[..., columns.shape[-1] - length - kernel_size + 1 :]
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
         self.recurrent_states[state_idx] = recurrent_states
@@ -188,39 +205,48 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
 
     def record(self, base_state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, updates: torch.Tensor) -> None:
         """Remembers tokens that `crop` may have to take back: `base_state` before them, `[B, heads, n, D]` of each."""
-        if not self.records:
-            self.base_state = base_state
-        self.records.append((k, g, updates))
+        if self.records is None:
+            self.base_state, self.records = base_state, (k, g, updates)
+        else:
+            self.records = tuple(torch.cat(pair, dim=2) for pair in zip(self.records, (k, g, updates), strict=True))
+        if (surplus := self.recorded_tokens - ROLLBACK_TOKENS) > 0:
+            self.base_state = kda_rollback(*(x[:, :, :surplus] for x in self.records), self.base_state)
+            self.records = tuple(x[:, :, surplus:] for x in self.records)
 
     def crop(self, tokens_to_remove: int) -> None:
+        """
+        Takes back the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: if `tokens_to_remove` is positive.
+            RuntimeError: if the cache does not record, or not that many tokens are recorded.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"`crop({tokens_to_remove})`: pass a negative number, the tokens to take back.")
         if not self.record_past:
             raise RuntimeError("`crop` needs `cache.activate_past_recording()` before the tokens it takes back.")
-        removed = -tokens_to_remove
-        if removed:
-            k, g, updates = (torch.cat(part, dim=2) for part in zip(*self.records, strict=True))
-            kept = k.shape[2] - removed
-            if kept < 0:
-                raise RuntimeError(
-                    f"`crop({tokens_to_remove})` takes back more tokens than the {k.shape[2]} recorded "
-                    f"(at most {ROLLBACK_TOKENS} are kept of one forward)."
-                )
-            state = self.base_state
-            if kept:
-                state = kda_rollback(k[:, :, :kept], g[:, :, :kept], updates[:, :, :kept], state)
-            self.recurrent_states[0] = state
+        kept = self.recorded_tokens + tokens_to_remove
+        if kept < 0:
+            raise RuntimeError(
+                f"`crop({tokens_to_remove})` takes back more than the {self.recorded_tokens} tokens recorded since "
+                f"the last `crop` (at most {ROLLBACK_TOKENS} are kept)."
+            )
+        if self.records is None:
+            return
+        if tokens_to_remove:
+            records = (x[:, :, :kept] for x in self.records)
+            self.recurrent_states[0] = kda_rollback(*records, self.base_state) if kept else self.base_state
         window = self.conv_kernel_size[0] - 1
-        end = self.conv_states[0].shape[-1] - removed
+        end = self.conv_states[0].shape[-1] + tokens_to_remove
         self.conv_states[0] = self.conv_states[0][..., end - window : end]
-        self.base_state, self.records = None, []
+        self.base_state = self.records = None
 
     def reset(self) -> None:
         super().reset()
-        self.base_state, self.records = None, []
+        self.base_state = self.records = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        assert not self.records, "beam search does not roll back"
+        assert self.records is None, "beam search does not roll back"
         super().reorder_cache(beam_idx)
 
 
@@ -228,7 +254,7 @@ DYNAMIC_LAYER_TYPE_MAPPING[KIMI_DELTA_ATTENTION] = KimiDeltaAttentionCache
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over the last `kernel_size` tokens, then SiLU; fp32 weight `[channels, 1, kernel]`."""
+    """Causal depthwise convolution over `kernel_size` tokens, then SiLU; fp32 weight `[channels, 1, taps]`."""
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
@@ -279,11 +305,12 @@ class KimiDeltaAttention(nn.Module):
         dtype = hidden_states.dtype
         heads = (self.num_heads, self.head_dim)
         q, k, v = self._convolve(hidden_states, layer).unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
-        q, k, v = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k), v.float()
+        q, k = l2_normalise(q) * self.head_dim**-0.5, l2_normalise(k)
         gate = self.f_b_proj(self.f_a_proj(hidden_states))
         g = kda_decay(gate, self.A_log, self.dt_bias, self.lower_bound).transpose(1, 2)
         beta = torch.sigmoid(self.b_proj(hidden_states).float()).transpose(1, 2)
-        output = self._attend(q, k, v, g, beta, layer).transpose(1, 2).to(dtype)
+        with maybe_autocast(q.device.type, enabled=False):  # the recurrence is fp32
+            output = self._attend(q, k, v, g, beta, layer).transpose(1, 2).to(dtype)
         gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         return self.o_proj(self.o_norm(output, gate.unflatten(-1, heads)).flatten(2))
 
@@ -302,14 +329,16 @@ class KimiDeltaAttention(nn.Module):
         return nn.functional.silu(mixed.float()).to(hidden_states.dtype).transpose(1, 2)
 
     def _attend(self, q, k, v, g, beta, layer: KimiDeltaAttentionCache | None) -> torch.Tensor:
-        """`[B, heads, S, D]` each (`beta` `[B, heads, S]`), fp32 -> outputs `[B, heads, S, D]`."""
+        """`[B, heads, S, D]` each (`beta` `[B, heads, S]`), fp32 but for `v` -> outputs `[B, heads, S, D]`."""
         state = None if layer is None else layer.recurrent_states[0]
         if state is None:
             state = q.new_zeros(q.shape[0], self.num_heads, self.head_dim, self.head_dim)
         recording = layer is not None and layer.record_past
         outputs = []
         if recording and (unrecorded := q.shape[2] - ROLLBACK_TOKENS) > 0:
-            head, (q, k, v, g, beta) = zip(*((x[:, :, :unrecorded], x[:, :, unrecorded:]) for x in (q, k, v, g, beta)))
+            head, (q, k, v, g, beta) = zip(
+                *((x[:, :, :unrecorded], x[:, :, unrecorded:]) for x in (q, k, v, g, beta)), strict=True
+            )
             output, _, state = self._delta_rule(*head, state)
             outputs.append(output)
         before = state
@@ -323,12 +352,13 @@ class KimiDeltaAttention(nn.Module):
 
     def _delta_rule(self, q, k, v, g, beta, state, need_updates: bool = False):
         if q.shape[2] == 1:
-            return kda_recurrence(q, k, v, g, beta, state)
+            return kda_recurrence(q, k, v.float(), g, beta, state)
         if chunk_kda is not None and q.is_cuda and not need_updates:
-            sequence_first = (x.transpose(1, 2).contiguous() for x in (q, k, v, g, beta))
-            output, state = chunk_kda(*sequence_first, scale=1.0, initial_state=state, output_final_state=True)
+            # Its kernels are made for half precision: queries and keys go in as the model's dtype, the rest in fp32.
+            inputs = (x.transpose(1, 2).contiguous() for x in (q.to(v.dtype), k.to(v.dtype), v, g, beta))
+            output, state = chunk_kda(*inputs, scale=1.0, initial_state=state, output_final_state=True)
             return output.transpose(1, 2), None, state
-        return kda_chunked(q, k, v, g, beta, state, factored=self.factored)
+        return kda_chunked(q, k, v.float(), g, beta, state, factored=self.factored)
 
 
 class KimiK3GatedRMSNorm(nn.Module):

@@ -30,7 +30,8 @@ class KimiK3RMSNorm(nn.Module):
 
 def situ(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
     """
-    SiTU, Kimi K3's bounded gated activation: `beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta)`.
+    SiTU, Kimi K3's bounded gated activation:
+    `beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta)`.
 
     Args:
         gate_up: `[..., 2 * n]`, gate half first.
@@ -68,8 +69,8 @@ class KimiK3MLAttention(nn.Module):
     """
     Multi-head latent attention without positional encoding and with a sigmoid output gate.
 
-    What is cached for a token is its latent row (`kv_lora_rank` numbers, normed) and the key slice that all heads share
-    (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
+    What is cached for a token is its latent row (`kv_lora_rank` numbers, normed) and the key slice that all heads
+    share (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
     """
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
@@ -99,7 +100,7 @@ class KimiK3MLAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden_states` `[B, S, H]`, `attention_mask` as the attention implementation takes it; returns `[B, S, H]`."""
+        """`hidden_states` `[B, S, H]`, `attention_mask` as the attention implementation takes it; `[B, S, H]` out."""
         latents, shared_keys = self.latents(hidden_states)
         if cache is not None:
             latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
@@ -114,7 +115,7 @@ class KimiK3MLAttention(nn.Module):
         return queries.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def latents(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, S, H]` -> what is cached: latent rows `[B, 1, S, kv_lora_rank]` and shared keys `[B, 1, S, qk_rope_head_dim]`."""
+        """`[B, S, H]` -> cached rows: latents `[B, 1, S, kv_lora_rank]`, shared keys `[B, 1, S, qk_rope_head_dim]`."""
         sizes = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
         latents, shared_keys = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)
         return self.kv_a_layernorm(latents), shared_keys
@@ -163,7 +164,7 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by its definition, softmax in fp32; `[B, N, Q, d]` queries, returns `[B, Q, N, dv]` and the weights."""
+    """Attention by its definition, softmax in fp32; `[B, N, Q, d]` queries give `[B, Q, N, dv]` and the weights."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:

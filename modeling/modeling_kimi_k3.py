@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import maybe_autocast, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
@@ -36,13 +36,14 @@ def mix_attention_residuals(
     Returns:
         `[..., H]` in the stream's dtype: softmax-weighted sum of the un-normalised entries, computed in fp32.
     """
-    entries = torch.cat([blocks, prefix.unsqueeze(-2)], dim=-2).float()
-    scores = entries @ (norm_weight.float() * score_weight.float().squeeze(0))
-    scores = scores * torch.rsqrt(entries.square().mean(-1) + eps)
-    return (scores.softmax(-1).unsqueeze(-2) @ entries).squeeze(-2).to(prefix.dtype)
+    with maybe_autocast(prefix.device.type, enabled=False):
+        entries = torch.cat([blocks, prefix.unsqueeze(-2)], dim=-2).float()
+        scores = entries @ (norm_weight.float() * score_weight.float().squeeze(0))
+        scores = scores * torch.rsqrt(entries.square().mean(-1) + eps)
+        return (scores.softmax(-1).unsqueeze(-2) @ entries).squeeze(-2).to(prefix.dtype)
 
 
-class AttentionResidualProjection(nn.Module):
+class MixerProjection(nn.Module):
     """Holds the score vector `[1, H]` of a mixer."""
 
     def __init__(self, hidden_size: int):
@@ -52,7 +53,7 @@ class AttentionResidualProjection(nn.Module):
 
 class KimiK3Router(nn.Module):
     """
-    Scores tokens against experts in fp32. The correction bias steers which experts are chosen, not how they are weighted.
+    Scores tokens against experts in fp32. The correction bias steers which experts are chosen, not their weights.
     """
 
     def __init__(self, config: KimiK3TextConfig):
@@ -64,7 +65,8 @@ class KimiK3Router(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, H]` -> logits `[T, E]`, weights `[T, k]`, chosen experts `[T, k]`; the floats in fp32."""
         config = self.config
-        logits = nn.functional.linear(hidden_states.float(), self.weight.float())
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            logits = nn.functional.linear(hidden_states.float(), self.weight.float())
         scores = logits.sigmoid() if config.moe_router_activation_func == "sigmoid" else logits.softmax(-1)
         choice = scores + self.e_score_correction_bias
         if config.num_expert_group > config.topk_group:
@@ -126,7 +128,7 @@ class KimiK3MoE(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`[B, S, H]` -> `[B, S, H]`; in training, tokens of `padding_mask` (`[B, S]`, True = padding) skip the experts."""
+        """`[B, S, H]` -> `[B, S, H]`; in training, `padding_mask` (`[B, S]`, True = padding) skips the experts."""
         tokens = hidden_states.flatten(0, -2)
         _, weights, experts = self.gate(tokens)
         routed = self.experts(self.routed_expert_down_proj(tokens), experts, weights)
@@ -143,7 +145,7 @@ class DocumentRows:
     Rearranges a padded or packed batch so that a recurrence sees each document alone, padding on its left.
 
     Args:
-        document_ids: `[B, S]` int; 0 = padding, 1.. = documents of a row. A 0/1 validity mask is the one-document case.
+        document_ids: `[B, S]` int; 0 = padding, 1.. = documents of a row. A 0/1 mask is the one-document case.
     """
 
     def __init__(self, document_ids: torch.Tensor):
@@ -185,9 +187,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         if self.mixes:
             self.takes_snapshot = layer_idx % config.attn_res_block_size == 0
             self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.self_attention_res_proj = AttentionResidualProjection(config.hidden_size)
+            self.self_attention_res_proj = MixerProjection(config.hidden_size)
             self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp_res_proj = AttentionResidualProjection(config.hidden_size)
+            self.mlp_res_proj = MixerProjection(config.hidden_size)
 
     def forward(
         self,
@@ -228,7 +230,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             return self.self_attn(hidden_states, cache)
         return document_rows.scatter(self.self_attn(document_rows.gather(hidden_states), cache))
 
-    def _mix(self, prefix, blocks, norm: KimiK3RMSNorm, proj: AttentionResidualProjection) -> torch.Tensor:
+    def _mix(self, prefix, blocks, norm: KimiK3RMSNorm, proj: MixerProjection) -> torch.Tensor:
         return mix_attention_residuals(prefix, blocks, norm.weight, proj.weight, self.eps)
 
 
@@ -248,7 +250,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         "hidden_states": KimiK3DecoderLayer,
         "attentions": KimiK3MLAttention,
     }
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias"]  # fmt: skip
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "conv1d", "o_norm", "e_score_correction_bias"]
     _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
 
     def _grouped_mm_can_dispatch(self) -> bool:
@@ -256,8 +258,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         config = self.config
         if config.num_experts and (config.moe_intermediate_size % 8 or config.routed_expert_hidden_size % 8):
             raise ValueError(
-                'experts_implementation="grouped_mm" needs `moe_intermediate_size` and `routed_expert_hidden_size` to be '
-                'multiples of 8; use experts_implementation="eager".'
+                'experts_implementation="grouped_mm" needs `moe_intermediate_size` and `routed_expert_hidden_size` to '
+                'be multiples of 8; use experts_implementation="eager".'
             )
         return super()._grouped_mm_can_dispatch()
 
@@ -269,7 +271,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         elif isinstance(module, ShortConvolution):
             bound = module.weight.shape[-1] ** -0.5
             init.uniform_(module.weight, a=-bound, b=bound)
-        elif isinstance(module, (KimiK3Router, AttentionResidualProjection)):
+        elif isinstance(module, (KimiK3Router, MixerProjection)):
             init.normal_(module.weight, mean=0.0, std=std)
             if isinstance(module, KimiK3Router):
                 init.zeros_(module.e_score_correction_bias)
@@ -291,7 +293,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.output_attn_res_proj = AttentionResidualProjection(config.hidden_size)
+            self.output_attn_res_proj = MixerProjection(config.hidden_size)
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -325,7 +327,9 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if document_ids is not None and (cache is not None or attention_mask is not None):
-            raise ValueError("`document_ids` cannot be combined with `cache` or `attention_mask`; it replaces the mask.")
+            raise ValueError(
+                "`document_ids` cannot be combined with `cache` or `attention_mask`; it replaces the mask."
+            )
         if use_cache and cache is None and document_ids is None:
             cache = DynamicCache(config=self.config)
 
@@ -360,14 +364,19 @@ class KimiK3Model(KimiK3PreTrainedModel):
     ) -> tuple[DocumentRows | None, torch.Tensor | None]:
         """What the recurrent layers need of the mask: nothing where every token of this forward is real."""
         if document_ids is None:
-            if attention_mask is None or attention_mask.ndim != 2 or bool(attention_mask[:, -length:].all()):
+            if attention_mask is not None and attention_mask.ndim != 2:
+                raise ValueError(
+                    f"`attention_mask` has {attention_mask.ndim} dimensions: the recurrent layers cannot follow a "
+                    "mask of queries and keys. Pass one of 2, or `document_ids` for packed rows."
+                )
+            if attention_mask is None or bool(attention_mask[:, -length:].all()):
                 return None, None
             document_ids = (attention_mask[:, -length:] != 0).long()
             seen = attention_mask[:, :-length].any(-1)
             if cache is not None and bool((seen & ~document_ids.bool().all(-1)).any()):
                 raise ValueError(
-                    "`attention_mask` has padding behind tokens that are already in the cache; a recurrent layer cannot "
-                    "skip it. Pad prompts on the left, or run them without padding."
+                    "`attention_mask` has padding behind tokens that are already in the cache; a recurrent layer "
+                    "cannot skip it. Pad prompts on the left, or run them without padding."
                 )
         return DocumentRows(document_ids), document_ids == 0
 
@@ -410,7 +419,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
-        """Arguments of [`KimiK3Model.forward`]; `labels` `[B, S]` with -100 where ignored. Logits are `[B, kept, V]`."""
+        """Arguments of [`KimiK3Model.forward`]; `labels` `[B, S]`, -100 where ignored. Logits are `[B, kept, V]`."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
