@@ -106,11 +106,10 @@ def kda_chunked(
     beta = beta.unflatten(2, (-1, chunk_size))[..., None]
 
     decay = g.cumsum(dim=3)  # inclusive, restarts in each chunk
-    grown = decay.exp()
+    keys, queries = k * decay.exp(), q * decay.exp()
     if factored:
         keys_back = (k * (-decay).exp()).transpose(-1, -2)
-        key_products = (k * grown) @ keys_back
-        query_products = (q * grown) @ keys_back
+        key_products, query_products = keys @ keys_back, queries @ keys_back
     else:
         later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu(1)[..., None]
         difference = decay.unsqueeze(-2) - decay.unsqueeze(-3)
@@ -119,11 +118,10 @@ def kda_chunked(
         query_products = (q.unsqueeze(-2) * pairwise).sum(-1)
 
     system = torch.tril(beta * key_products, diagonal=-1)
-    right = torch.cat([beta * v, beta * grown * k], dim=-1)
+    right = beta * torch.cat([v, keys], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     from_values, from_state = solved.split(dim, dim=-1)
     within = torch.tril(query_products)
-    queries = q * grown
     last = decay[..., -1:, :]
     keys_forward = (k * (last - decay).exp()).transpose(-1, -2)
     keep = last.exp().transpose(-1, -2)

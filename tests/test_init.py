@@ -1,0 +1,43 @@
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import blockdraft
+from blockdraft import (
+    KimiK3Config,
+    KimiK3DFlashConfig,
+    KimiK3DFlashDraftModel,
+    KimiK3ForCausalLM,
+    KimiK3Model,
+    KimiK3TextConfig,
+)
+
+
+def test_every_public_name_is_there():
+    for name in blockdraft.__all__:
+        assert getattr(blockdraft, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'KimiK4'"):
+        _ = blockdraft.KimiK4
+
+
+def test_import_is_light():
+    """Whoever only loads or decodes does not wait for what training and reports need."""
+    heavy = ("datasets", "matplotlib", "peft", "transformers.trainer", "blockdraft.trainer")
+    code = f"import sys, blockdraft; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("config", [KimiK3Config, KimiK3TextConfig, KimiK3DFlashConfig])
+def test_auto_config_knows_the_model_type(config):
+    assert CONFIG_MAPPING[config.model_type] is config
+
+
+def test_auto_models_know_the_configurations():
+    assert AutoModel._model_mapping[KimiK3DFlashConfig] is KimiK3DFlashDraftModel
+    for config in (KimiK3TextConfig, KimiK3Config):
+        assert AutoModel._model_mapping[config] is KimiK3Model
+        assert AutoModelForCausalLM._model_mapping[config] is KimiK3ForCausalLM
