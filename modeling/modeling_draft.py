@@ -93,7 +93,7 @@ class DraftPreTrainedModel(PreTrainedModel):
         return None
 
     def enable_input_require_grads(self):
-        """Makes the first layer's input require gradients: reentrant checkpointing of frozen weights (PEFT) needs it."""
+        """Makes the first layer's input require gradients, which PEFT's frozen weights need under checkpointing."""
         first_layer = next(module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
 
         def require_grads(layer, args):

@@ -37,15 +37,15 @@ class DraftTrainer(Trainer):
     """
     Trains a block-parallel draft against a frozen target.
 
-    A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, optionally `document_ids` `[B, S]`
-    for packed rows. Anchors and prefix lengths are drawn from (seed, global step, row id) unless the batch holds
-    `anchor_positions`, `block_keep_mask` `[B, N]` and `prefix_lengths` `[B, N]`. The loss of an accumulation window is the
-    weighted mean over all of its blocks on all ranks.
+    A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, optionally `document_ids`
+    `[B, S]` for packed rows. Anchors and prefix lengths are drawn from (seed, global step, row id) unless the batch
+    holds `anchor_positions`, `block_keep_mask` `[B, N]` and `prefix_lengths` `[B, N]`. The loss of an accumulation
+    window is the weighted mean over all of its blocks on all ranks.
 
     Args:
         model ([`DraftPreTrainedModel`]): the draft.
-        target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients, and it
-            is never part of the model, of a checkpoint or of the optimizer.
+        target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients, and
+            it is never part of the model, of a checkpoint or of the optimizer.
         args ([`DraftTrainingArguments`]).
         target_revision (`str`, *optional*): commit or branch the target was loaded at, recorded in the draft's config.
         kwargs: those of [`~transformers.Trainer`]; `processing_class` is the target's tokenizer.
@@ -67,6 +67,7 @@ class DraftTrainer(Trainer):
             kwargs["data_collator"] = DraftCollator(pad_token_id=target.config.get_text_config().pad_token_id or 0)
         super().__init__(model=model, args=args, **kwargs)
         self.loss_is_scaled_for_ga = True
+        self._saving = False
         self.target = target.eval().requires_grad_(False)
         if self.place_model_on_device and getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
@@ -75,8 +76,8 @@ class DraftTrainer(Trainer):
         self.gamma = args.gamma(self.draft_config.block_size)
         if not self.draft_config.is_causal and self.draft_config.sliding_window is None:
             logger.warning(
-                "The draft is bidirectional (`is_causal=False`), without positions and without a `sliding_window`: its masked "
-                "slots cannot tell themselves apart and all predict the same distribution. Set `is_causal=True`."
+                "The draft is bidirectional (`is_causal=False`), without positions and without a `sliding_window`: its "
+                "masked slots cannot tell themselves apart and all predict the same distribution. Set `is_causal=True`."
             )
         self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
@@ -102,9 +103,11 @@ class DraftTrainer(Trainer):
         return self.accelerator.gather(total).sum()
 
     def place_blocks(self, batch: dict, step: int) -> None:
-        """Adds `anchor_positions`, `block_keep_mask` and, for that objective, `prefix_lengths` to a batch without them."""
+        """Adds `anchor_positions`, `block_keep_mask` and, for that objective, `prefix_lengths` where they are not given."""
         if "row_id" not in batch:
-            raise ValueError("The batch has no `row_id`: anchors are drawn by it. Give every row of the dataset a stable id.")
+            raise ValueError(
+                "The batch has no `row_id`: anchors are drawn by it. Give every row of the dataset a stable id."
+            )
         args, block_size, row_ids = self.args, self.draft_config.block_size, batch["row_id"].tolist()
         if "anchor_positions" not in batch:
             lengths = batch["attention_mask"].sum(-1)
@@ -114,7 +117,7 @@ class DraftTrainer(Trainer):
             legal = legal_anchors(batch["loss_mask"], block_size, lengths, remaining)
             anchors = sample_anchors(legal, args.num_anchors, args.seed, step, row_ids)
             if anchors.keep.shape[1] == 0:
-                # One padded block: the forward runs, every parameter gets a zero gradient, and no rank waits for this one.
+                # One padded block: the forward runs, every parameter gets a zero gradient, no rank waits for this one.
                 anchors = Anchors(*(torch.nn.functional.pad(tensor, (0, 1)) for tensor in anchors))
             batch["anchor_positions"], batch["block_keep_mask"] = anchors
         if args.loss_type == "variable_prefix" and "prefix_lengths" not in batch:
@@ -136,7 +139,7 @@ class DraftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ):
-        """The batch's share of the window's weighted mean; `num_items_in_batch` is the window's weight on all ranks."""
+        """The batch's share of the window's weighted mean; `num_items_in_batch` is the weight of all ranks' windows."""
         loss = self.block_loss(model, inputs)
         self._window.add(loss)
         weight = loss.weight if num_items_in_batch is None else num_items_in_batch
@@ -191,7 +194,9 @@ class DraftTrainer(Trainer):
                 f"The rows are packed (`document_ids`), but {type(self.target).__name__} cannot keep documents apart. "
                 "Train on unpacked rows."
             )
-        with capture_features(self.target, config.target_layer_ids, config.capture_point, stop_after_last=True) as capture:
+        with capture_features(
+            self.target, config.target_layer_ids, config.capture_point, stop_after_last=True
+        ) as capture:
             capture.run(input_ids=inputs["input_ids"], use_cache=False, **context)
             return capture.features(self.args.device)
 
@@ -218,13 +223,14 @@ class DraftTrainer(Trainer):
                 draft,
                 held_out_prompts(dataset, self.args.eval_decode_prompts),
                 max_new_tokens=self.args.eval_max_new_tokens,
+                compare_with_plain=False,
                 disable_tqdm=self.args.disable_tqdm,
             )
             metrics |= report.metrics()
             if metrics.get("accuracy", 0) > 0.9 and metrics["tau"] < 2:
                 logger.warning(
-                    "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: the evaluation rows "
-                    "leak into training, or target, tokenizer or layer ids differ from those of the training features."
+                    "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: evaluation rows leak "
+                    "into training, or target, tokenizer or layer ids differ from those of the training features."
                 )
         self.model.train(training)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
@@ -233,7 +239,7 @@ class DraftTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds accuracy, estimated tau, acceptance of each slot, supervised tokens a second and rows without an anchor."""
+        """Adds accuracy, estimated tau, acceptance by slot, supervised tokens a second and rows without an anchor."""
         if "loss" in logs:
             logs = self._window.metrics(self.accelerator) | logs  # the loss stays the Trainer's own, a mean over steps
             self._window = LogWindow(self.draft_config.block_size)
@@ -244,8 +250,6 @@ class DraftTrainer(Trainer):
     def _get_output_dir(self, trial) -> str:
         run_dir = super()._get_output_dir(trial)
         return os.path.join(run_dir, UNFINISHED_CHECKPOINTS) if self._saving else run_dir
-
-    _saving = False
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         """A checkpoint appears under its name when it is complete."""

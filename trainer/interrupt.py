@@ -10,8 +10,8 @@ logger = logging.get_logger(__name__)
 
 class SaveOnInterrupt(TrainerCallback):
     """
-    The first Ctrl-C ends training after the running step with a checkpoint, and then raises `KeyboardInterrupt`; a second
-    one interrupts at once, and training can go on from the last complete checkpoint.
+    The first Ctrl-C ends training after the running step with a checkpoint, and then raises `KeyboardInterrupt`; a
+    second one interrupts at once, and training can go on from the last complete checkpoint.
     """
 
     def __init__(self):

@@ -8,15 +8,15 @@ from .objectives import OBJECTIVES
 
 
 def default_loss_decay_gamma(block_size: int) -> float:
-    """Decay length in slots that DFlash (arXiv 2602.06036, section 4) trains a block size with: 7 at 16, 5 at 10, 4 at 8."""
+    """Decay length in slots that DFlash (arXiv 2602.06036) trains a block size with: 7 at 16, 5 at 10, 4 at 8."""
     return 4.0 if block_size <= 8 else 5.0 if block_size <= 10 else 7.0
 
 
 @dataclass
 class DraftTrainingArguments(TrainingArguments):
     """
-    [`~transformers.TrainingArguments`] with the settings of block-parallel training. Learning rate, warm-up, weight decay
-    and clipping default to DSpark's (arXiv 2607.05147), anchors and decay to DFlash's (arXiv 2602.06036).
+    [`~transformers.TrainingArguments`] with the settings of block-parallel training. Learning rate, warm-up, weight
+    decay and clipping default to DSpark's (arXiv 2607.05147), anchors and decay to DFlash's (arXiv 2602.06036).
 
     Raises:
         ValueError: if a setting cannot be; the message names it.
