@@ -126,7 +126,13 @@ def test_checkpoint_is_complete_and_holds_no_target(tmp_path):
     trainer.train()
     checkpoint = tmp_path / "checkpoint-2"
     names = {file.name for file in checkpoint.iterdir()}
-    assert {"config.json", "model.safetensors", "README.md", "modeling_kimi_k3_dflash.py", "trainer_state.json"} <= names
+    assert {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "modeling_kimi_k3_dflash.py",
+        "trainer_state.json",
+    } <= names
     assert "training_args.bin" not in names
     assert not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
@@ -151,7 +157,9 @@ def test_checkpoint_loads_where_the_package_is_absent(tmp_path):
         "print(json.dumps({n: t.double().sum().item() for n, t in draft.state_dict().items()}))"
     )
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == expected
 

@@ -144,6 +144,14 @@ VARIANTS = {
 }
 
 
+def test_the_equations_equal_the_reference(golden):
+    golden = golden("k3_target")
+    weights = golden_parameters(golden.group("param"))
+    config = KimiK3TextConfig(**golden.meta["config"])
+    for input_ids, expected in zip(golden["in.input_ids"], golden["out.logits"], strict=True):
+        assert relative_error(kimi_k3(config, weights, input_ids)[0], expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_equal_the_equations_in_float64(variant):
     model = tiny_k3(**VARIANTS[variant])

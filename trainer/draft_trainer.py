@@ -44,8 +44,8 @@ class DraftTrainer(Trainer):
 
     Args:
         model ([`DraftPreTrainedModel`]): the draft.
-        target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients, and
-            it is never part of the model, of a checkpoint or of the optimizer.
+        target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients,
+            and it is never part of the model, of a checkpoint or of the optimizer.
         args ([`DraftTrainingArguments`]).
         target_revision (`str`, *optional*): commit or branch the target was loaded at, recorded in the draft's config.
         kwargs: those of [`~transformers.Trainer`]; `processing_class` is the target's tokenizer.
@@ -76,8 +76,8 @@ class DraftTrainer(Trainer):
         self.gamma = args.gamma(self.draft_config.block_size)
         if not self.draft_config.is_causal and self.draft_config.sliding_window is None:
             logger.warning(
-                "The draft is bidirectional (`is_causal=False`), without positions and without a `sliding_window`: its "
-                "masked slots cannot tell themselves apart and all predict the same distribution. Set `is_causal=True`."
+                "The draft is bidirectional (`is_causal=False`), without positions or a `sliding_window`: its masked "
+                "slots cannot tell themselves apart and all predict the same distribution. Set `is_causal=True`."
             )
         self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
@@ -103,7 +103,7 @@ class DraftTrainer(Trainer):
         return self.accelerator.gather(total).sum()
 
     def place_blocks(self, batch: dict, step: int) -> None:
-        """Adds `anchor_positions`, `block_keep_mask` and, for that objective, `prefix_lengths` where they are not given."""
+        """Adds `anchor_positions`, `block_keep_mask` and, for that objective, `prefix_lengths`, unless given."""
         if "row_id" not in batch:
             raise ValueError(
                 "The batch has no `row_id`: anchors are drawn by it. Give every row of the dataset a stable id."
@@ -139,7 +139,7 @@ class DraftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ):
-        """The batch's share of the window's weighted mean; `num_items_in_batch` is the weight of all ranks' windows."""
+        """The batch's share of the window's weighted mean; `num_items_in_batch` is its weight on all ranks."""
         loss = self.block_loss(model, inputs)
         self._window.add(loss)
         weight = loss.weight if num_items_in_batch is None else num_items_in_batch
@@ -229,8 +229,8 @@ class DraftTrainer(Trainer):
             metrics |= report.metrics()
             if metrics.get("accuracy", 0) > 0.9 and metrics["tau"] < 2:
                 logger.warning(
-                    "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: evaluation rows leak "
-                    "into training, or target, tokenizer or layer ids differ from those of the training features."
+                    "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: evaluation rows "
+                    "leak into training, or target, tokenizer or layer ids differ from those of the features."
                 )
         self.model.train(training)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
