@@ -22,12 +22,12 @@ def check_pair(
         revision: what the target was loaded at (a loaded model does not know); `None` leaves it out.
 
     Raises:
-        ValueError: if the target has another hidden size, depth, vocabulary or number of embedding rows: the draft
-            cannot work with it, or would answer in other tokens.
+        ValueError: if the target has another hidden size, depth, vocabulary, tokenizer or number of embedding rows:
+            the draft cannot work with it, or would answer in other tokens.
 
     Warns:
-        UserWarning: if the target has the right shapes but another revision, embedding or tokenizer than in training:
-            the output stays the target's, but fewer tokens may be accepted.
+        UserWarning: if the target fits but has another revision or embedding than in training: the output stays the
+            target's, but fewer tokens may be accepted.
     """
     config, record = draft.config, draft.config.target or {}
     found = target_record(target, tokenizer, revision)
@@ -43,7 +43,12 @@ def check_pair(
                 f"The draft was made for a target with `{setting}`={expected}, {found['architecture']} has {actual}. "
                 f"Load the target it names ({record.get('name_or_path') or 'none'}), or train a draft for this one."
             )
-    compared = ["revision", "tokenizer_sha256"]
+    if tokenizer is not None and record.get("tokenizer_sha256") not in (None, found["tokenizer_sha256"]):
+        raise ValueError(
+            f"`tokenizer` has another vocabulary than the one of the draft's target ({record.get('name_or_path')}): "
+            "the same text would be other tokens. Load the tokenizer that comes with the draft."
+        )
+    compared = ["revision"]
     if record.get("dtype") == found["dtype"]:  # a cast changes the rows
         compared.append("embedding_sha256")
     different = [name for name in compared if record.get(name) and found[name] and record[name] != found[name]]

@@ -331,3 +331,23 @@ def test_two_ranks_equal_one(tmp_path):
     single.train()
     ranks = torch.load(tmp_path / "two" / "weights.pt", weights_only=True)
     assert_close(ranks, weights(single), 1e-5)
+
+
+def test_evaluate_decodes_for_real(tmp_path):
+    trainer = make_trainer(tmp_path, eval_decode_prompts=4, eval_max_new_tokens=6)
+    trainer.model.train()
+    metrics = trainer.evaluate()
+    assert trainer.model.training
+    assert metrics["eval_prompts"] == 4 and 1 <= metrics["eval_tau"] <= BLOCK
+    assert {"eval_loss", "eval_accuracy", "eval_tau_without_loops", "eval_acceptance_slot_1"} <= set(metrics)
+    assert not any(value != value for value in metrics.values())  # what was not measured is left out, not NaN
+    assert trainer.state.log_history[-1]["eval_tau"] == metrics["eval_tau"]
+    # The same anchors each time: the loss moves with the draft alone.
+    assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]
+
+
+def test_warns_where_masked_slots_cannot_differ(tmp_path, caplog):
+    target = build_target("k3")
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        make_trainer(tmp_path, draft=build_draft(target, block_size=BLOCK, is_causal=False))
+    assert "is_causal" in caplog.text

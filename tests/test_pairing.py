@@ -44,3 +44,12 @@ def test_other_weights_and_revisions_are_a_warning(pair):
         target.get_input_embeddings().weight[0] += 1e-3
     with pytest.warns(UserWarning, match="embedding_sha256"):
         check_pair(target, draft)
+
+
+def test_another_tokenizer_is_an_error(pair, chat_tokenizer):
+    target, _ = pair
+    draft = build_draft(target, target=target_record(target, chat_tokenizer))
+    check_pair(target, draft, chat_tokenizer)
+    chat_tokenizer.add_tokens(["<|new|>"])
+    with pytest.raises(ValueError, match="`tokenizer` has another vocabulary"):
+        check_pair(target, draft, chat_tokenizer)

@@ -1,6 +1,7 @@
 """The Trainer of block-parallel drafts: frozen target, random anchors, block loss, real decoding as evaluation."""
 
 import inspect
+import math
 import os
 import shutil
 import time
@@ -9,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
@@ -216,17 +218,8 @@ class DraftTrainer(Trainer):
                 window.count_rows(batch["block_keep_mask"])
                 window.add(self.block_loss(self.model, self._prepare_inputs(batch)))
         metrics = window.metrics(self.accelerator)
-        if self.args.eval_decode_prompts and self.accelerator.is_main_process:
-            draft = self.accelerator.unwrap_model(self.model)
-            report = evaluate_decoding(
-                self.target,
-                draft,
-                held_out_prompts(dataset, self.args.eval_decode_prompts),
-                max_new_tokens=self.args.eval_max_new_tokens,
-                compare_with_plain=False,
-                disable_tqdm=self.args.disable_tqdm,
-            )
-            metrics |= report.metrics()
+        if self.args.eval_decode_prompts:
+            metrics |= self._decoding_metrics(dataset)
             if metrics.get("accuracy", 0) > 0.9 and metrics["tau"] < 2:
                 logger.warning(
                     "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: evaluation rows "
@@ -237,6 +230,21 @@ class DraftTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _decoding_metrics(self, dataset) -> dict[str, float]:
+        """Measured on the main process, known to all."""
+        metrics = {}
+        if self.accelerator.is_main_process:
+            report = evaluate_decoding(
+                self.target,
+                self.accelerator.unwrap_model(self.model),
+                held_out_prompts(dataset, self.args.eval_decode_prompts),
+                max_new_tokens=self.args.eval_max_new_tokens,
+                compare_with_plain=False,
+                disable_tqdm=self.args.disable_tqdm,
+            )
+            metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
+        return broadcast_object_list([metrics])[0]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds accuracy, estimated tau, acceptance by slot, supervised tokens a second and rows without an anchor."""
