@@ -1,0 +1,55 @@
+"""The numbers of a report, from answers made by hand."""
+
+import json
+import math
+
+import pytest
+from decoding_reports import LOOP, TEXT, make_answer, make_report
+
+from blockdraft.trainer.decoding_report import decoding_table
+
+
+def test_loops_are_counted_apart():
+    both = make_report([make_answer(LOOP, [4, 4, 4, 3]), make_answer(TEXT, [2, 3, 1, 1, 1, 2, 2, 3])])
+    assert both.tau == 30 / 12
+    assert both.tau_without_loops == 15 / 8
+    assert both.metrics()["looping_answers"] == 1 and both.looping_share == 0.5
+    assert math.isnan(make_report([make_answer(LOOP, [4])]).tau_without_loops)
+
+
+def test_speed():
+    measured = make_report([make_answer(TEXT, [4, 4, 4, 3])])
+    metrics = measured.metrics()
+    assert metrics["tokens_per_second"] == 8
+    assert metrics["baseline_tokens_per_second"] == pytest.approx(16 / 3)  # the faster of both
+    assert metrics["speedup"] == 1.5
+    assert measured.round_seconds == pytest.approx({"target": 0.6, "draft": 0.3, "rest": 0.1})
+    assert [metrics[f"{part}_share"] for part in ("target", "draft", "rest")] == pytest.approx([0.6, 0.3, 0.1])
+    assert metrics["verification_steps"] == pytest.approx(1.5) and metrics["draft_steps"] == pytest.approx(0.75)
+
+
+def test_differences_are_allowed_at_ties_of_one_answer_in_a_hundred():
+    equal = [make_answer(TEXT, [1])] * 99
+    assert make_report(equal).equal_to_greedy is True
+    assert make_report([*equal, make_answer(TEXT, [1], gap=5e-5)]).equal_to_greedy is True
+    assert make_report([*equal, make_answer(TEXT, [1], gap=2e-4)]).equal_to_greedy is False
+    assert make_report([*equal[:98], *[make_answer(TEXT, [1], gap=5e-5)] * 2]).equal_to_greedy is False
+    unjudged = make_report([make_answer(TEXT, [1], gap=1.0)], checks_equality=False)
+    assert unjudged.equal_to_greedy is None
+    assert unjudged.metrics()["differences"] == 1 and unjudged.metrics()["differences_at_ties"] == 0
+    assert unjudged.differences == [{"prompt": 0, "position": 3, "gap": 1.0}]
+
+
+def test_json_has_no_nan():
+    values = make_report([make_answer(LOOP, [4])]).to_dict()
+    assert json.loads(json.dumps(values, allow_nan=False))["metrics"]["tau_without_loops"] is None
+    assert values["answers"][0]["accepted_lengths"] == [4]
+
+
+def test_table_has_a_column_for_each_block_size():
+    lines = decoding_table([make_report([make_answer(TEXT, [2, 2])], block_size=size) for size in (2, 4)]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["block size", "2", "4"]
+    assert ["tau (tokens a round)", "2.00", "2.00"] in cells
+    assert ["speed-up over plain loop", "1.50x", "1.50x"] in cells
+    assert len({len(line) for line in lines}) == 1
