@@ -1,0 +1,88 @@
+"""Trains the chat target from scratch on a CPU: a small Kimi K3 (KDA, MLA, latent experts, attention residuals).
+
+    OMP_WAIT_POLICY=passive python -m examples.kimi_k3_chitchat.train_target --max_minutes 85 --output_dir runs/target
+
+The time is the budget: learning rate and end follow the share of `--max_minutes` that is used up, however fast the
+machine is. A stopped run goes on from its newest checkpoint when the same command is given again; until its end,
+`<output_dir>/latest` holds a usable target.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from blockdraft.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
+
+from .corpus import chat_rows, split
+from .evaluate_target import evaluate_target
+from .target_card import write_card
+from .target_model import save_target, target_config
+from .train_tokenizer import TARGET_DIR, train_tokenizer
+from .training_callbacks import BalanceExperts, TimeBudget
+
+ROW_TOKENS = 192
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max_minutes", type=float, default=85)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/target"))
+    parser.add_argument("--target_dir", type=Path, default=TARGET_DIR)
+    parser.add_argument("--batch_size", type=int, default=12)
+    parser.add_argument("--learning_rate", type=float, default=2.5e-3)
+    options = parser.parse_args()
+
+    set_seed(0)
+    train = split()["train"]
+    tokenizer = train_tokenizer(train)
+    rows = [{"input_ids": row["input_ids"]} for row in chat_rows(train, tokenizer, ROW_TOKENS)]
+    model = KimiK3ForCausalLM(target_config(tokenizer))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    print(f"{parameters / 1e6:.2f}M parameters; {len(rows)} rows, {tokens / 1e6:.2f}M tokens an epoch.", flush=True)
+
+    checkpoint = get_last_checkpoint(options.output_dir) if options.output_dir.is_dir() else None
+    budget = TimeBudget(options.max_minutes, tokenizer, checkpoint)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr=options.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+    )
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=options.output_dir,
+            per_device_train_batch_size=options.batch_size,
+            train_sampling_strategy="group_by_length",
+            num_train_epochs=1000,  # the time ends it
+            max_grad_norm=1.0,
+            logging_steps=20,
+            save_strategy="no",  # the budget decides
+            save_total_limit=2,
+            use_cpu=not torch.cuda.is_available(),
+            disable_tqdm=True,
+            report_to="none",
+        ),
+        train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: budget.learning_rate_factor())),
+        callbacks=[budget, BalanceExperts(model)],
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+    save_target(model, tokenizer, options.target_dir)
+    saved = KimiK3ForCausalLM.from_pretrained(options.target_dir, dtype=torch.float32)
+    scores = evaluate_target(saved, tokenizer)
+    training = {"minutes": budget.seconds / 60, "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
+    write_card(options.target_dir, saved, scores, training | vars(options) | {"row_tokens": ROW_TOKENS})
+
+
+if __name__ == "__main__":
+    main()
