@@ -1,0 +1,55 @@
+"""Ctrl-C during training: the running step is finished and saved, and the same call goes on from it."""
+
+import signal
+
+import pytest
+import torch
+from test_draft_trainer import make_trainer, weights
+from transformers import TrainerCallback
+
+from blockdraft.trainer.commands import train_draft
+from blockdraft.trainer.interrupt import SaveOnInterrupt
+
+
+class PressCtrlC(TrainerCallback):
+    """In the middle of a step."""
+
+    def __init__(self, step: int, times: int = 1):
+        self.step, self.times = step, times
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step - 1:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+
+def interruptible(output_dir, *callbacks):
+    settings = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(output_dir, **settings)
+    for callback in (SaveOnInterrupt(), *callbacks):
+        trainer.add_callback(callback)
+    return trainer
+
+
+def test_the_step_is_saved_and_the_same_call_goes_on(tmp_path, capsys):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="after step 2"):
+        train_draft(interruptible(tmp_path / "a", PressCtrlC(2)))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-2"]
+
+    resumed = interruptible(tmp_path / "a")
+    train_draft(resumed)
+    assert "2 of 4 steps to go" in capsys.readouterr().out
+    straight = interruptible(tmp_path / "b")
+    train_draft(straight)
+    for name, tensor in weights(straight).items():
+        torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=0)
+
+
+def test_a_second_press_stops_at_once(tmp_path):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(interruptible(tmp_path, PressCtrlC(1, times=2)))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not list(tmp_path.glob("checkpoint-*"))

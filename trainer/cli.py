@@ -1,0 +1,221 @@
+"""The `blockdraft` command.
+
+    blockdraft train [CONFIG.yaml] [--key value ...]
+    blockdraft regenerate TARGET DATA OUTPUT [--key value ...]
+    blockdraft evaluate TARGET DRAFT --data FILE [--key value ...]
+    blockdraft generate TARGET DRAFT "prompt" [--key value ...]
+
+Every command takes a YAML file first, with the same keys as the command line, which wins. `blockdraft COMMAND --help`
+lists the settings.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers.utils import logging
+
+from ..modeling.block_decoding import block_decode
+from ..modeling.pairing import check_pair
+from .cli_arguments import (
+    DataArguments,
+    DraftArguments,
+    EvaluateArguments,
+    GenerateArguments,
+    RegenerateArguments,
+    RunArguments,
+    SettingsParser,
+    TargetArguments,
+)
+from .commands import TimeEstimate, load_draft, load_target, new_draft, train_draft
+from .data import prepare_dataset
+from .draft_trainer import DraftTrainer
+from .evaluation import evaluate_decoding, held_out_prompts
+from .interrupt import SaveOnInterrupt
+from .loss_mask import apply_template
+from .regenerate import regenerate
+from .report import write_report
+from .training_args import DraftTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns its exit code: 0, 2 for wrong input, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv else 2
+    try:
+        if argv[0] not in COMMANDS:
+            raise ValueError(f"{argv[0]!r} is not a command; choose one of {', '.join(COMMANDS)}")
+        command = COMMANDS[argv[0]]
+        usage = f"blockdraft {argv[0]} [CONFIG.yaml] {' '.join(map(str.upper, command.positionals))} [--key value ...]"
+        parser = SettingsParser(command.settings, command.positionals, usage=usage, description=command.run.__doc__)
+        command.run(*parser.parse(argv[1:]))
+    except (ValueError, OSError) as error:
+        logger.debug("The error's origin:", exc_info=True)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"\ninterrupted {interrupt}; the same command goes on from there.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(
+    target_args: TargetArguments,
+    draft_args: DraftArguments,
+    data_args: DataArguments,
+    run_args: RunArguments,
+    args: DraftTrainingArguments,
+) -> None:
+    """Trains a draft for a frozen target, evaluates it by real decoding, and saves it with its card and report. An
+    interrupted run goes on from its last checkpoint when the same command is given again."""
+    set_seed(args.seed)
+    target, tokenizer = _target(target_args)
+    train_set, eval_set = _datasets(data_args, tokenizer, args.seed)
+    if draft_args.draft:
+        draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code)
+        check_pair(target, draft, tokenizer, target_args.target_revision)
+    else:
+        draft = new_draft(target, tokenizer, **draft_args.shape())
+    trainer = DraftTrainer(
+        draft,
+        target,
+        args,
+        target_revision=target_args.target_revision,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=tokenizer,
+        callbacks=[SaveOnInterrupt(), TimeEstimate()],
+    )
+    train_draft(trainer, run_args.overwrite_output_dir)
+    if args.eval_decode_prompts and trainer.is_world_process_zero():
+        prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
+        report = evaluate_decoding(target, trainer.model, prompts, args.eval_max_new_tokens)
+        trainer.card_metrics = {"held-out prompts": report.metrics()}
+        print(report.table())
+        path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
+        print(f"The figures are in {path}.")
+    trainer.save_model()
+    print(f"Saved in {args.output_dir}.")
+
+
+def _datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int):
+    """Rows to train on and held-out ones; says what became of the rows that were read."""
+    prepare = partial(
+        prepare_dataset,
+        tokenizer=tokenizer,
+        max_length=args.max_length,
+        assistant_turns=args.assistant_turns,
+        stop_token_ids=args.stop_token_ids,
+        template_kwargs=args.template_kwargs,
+        max_bad_fraction=args.max_bad_fraction,
+    )
+    train_set, report = prepare(args.train_data)
+    print(f"train_data: {report}")
+    if args.eval_data:
+        eval_set, report = prepare(args.eval_data)
+        print(f"eval_data: {report}")
+        return train_set, eval_set
+    held_out = max(1, round(args.eval_fraction * len(train_set)))
+    if held_out == len(train_set):
+        raise ValueError("`train_data` has one row: none is left to hold out; give more rows, or `eval_data`.")
+    parts = train_set.train_test_split(test_size=held_out, seed=seed)
+    print(f"{held_out} rows of train_data are held out for evaluation.")
+    return parts["train"], parts["test"]
+
+
+def regenerate_answers(target_args: TargetArguments, args: RegenerateArguments) -> None:
+    """Writes the target's own answers to the prompts of chat rows: what a draft should be trained on."""
+    target, tokenizer = _target(target_args)
+    given = {name: getattr(args, name) for name in ("do_sample", "temperature", "top_p")}
+    report = regenerate(
+        target,
+        tokenizer,
+        args.data,
+        args.output,
+        max_new_tokens=args.max_new_tokens,
+        generation_config=GenerationConfig(**{name: value for name, value in given.items() if value is not None}),
+        batch_size=args.batch_size,
+        max_prompt_length=args.max_prompt_length,
+        template_kwargs=args.template_kwargs,
+        seed=args.seed,
+    )
+    print(
+        f"{report.written} answers written to {args.output} ({report.stopped} ended by themselves, "
+        f"{report.completion_tokens} tokens); {report.resumed} were there, {report.too_long} prompts too long."
+    )
+
+
+def evaluate(target_args: TargetArguments, args: EvaluateArguments) -> None:
+    """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
+    target, tokenizer = _target(target_args)
+    draft = _draft_of(target, tokenizer, target_args, args.draft)
+    rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
+    print(f"data: {report}")
+    report = evaluate_decoding(target, draft, held_out_prompts(rows, args.num_prompts), args.max_new_tokens)
+    print(report.table())
+    if args.output:
+        Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def generate(target_args: TargetArguments, args: GenerateArguments) -> None:
+    """Answers one prompt, streamed, and says how many tokens a round the draft brought."""
+    target, tokenizer = _target(target_args)
+    draft = _draft_of(target, tokenizer, target_args, args.draft)
+    set_seed(args.seed)
+    if tokenizer.chat_template is None:
+        inputs = tokenizer(args.prompt, return_tensors="pt")
+    else:
+        messages = [{"role": "user", "content": args.prompt}]
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = apply_template(tokenizer, messages, **options, **(args.template_kwargs or {}))
+    sampling = {"do_sample": False}
+    if args.temperature > 0:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+    output = block_decode(
+        target,
+        inputs["input_ids"].to(target.device),
+        draft=draft,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=args.max_new_tokens,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    new, rounds = output.sequences.shape[1] - inputs["input_ids"].shape[1], len(output.accepted_lengths)
+    tau = f"tau {sum(output.accepted_lengths) / rounds:.2f}, " if rounds else ""
+    print(f"\n[{new} tokens in {rounds} rounds: {tau}{new / output.seconds['total']:.1f} tokens/s]")
+
+
+def _target(args: TargetArguments):
+    return load_target(
+        args.target, args.target_revision, args.target_dtype, args.target_device_map, args.trust_remote_code
+    )
+
+
+def _draft_of(target, tokenizer, target_args: TargetArguments, name: str):
+    draft = load_draft(name, trust_remote_code=target_args.trust_remote_code)
+    check_pair(target, draft, tokenizer, target_args.target_revision)
+    return draft
+
+
+@dataclass(frozen=True)
+class Command:
+    run: Callable
+    settings: tuple[type, ...]
+    positionals: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command(train, (TargetArguments, DraftArguments, DataArguments, RunArguments, DraftTrainingArguments)),
+    "regenerate": Command(regenerate_answers, (TargetArguments, RegenerateArguments), ("target", "data", "output")),
+    "evaluate": Command(evaluate, (TargetArguments, EvaluateArguments), ("target", "draft")),
+    "generate": Command(generate, (TargetArguments, GenerateArguments), ("target", "draft", "prompt")),
+}

@@ -1,0 +1,219 @@
+"""Settings of the `blockdraft` command: dataclasses, a YAML file under them, and errors that name the setting."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser
+
+
+def setting(help: str, **kwargs):
+    """A field with its line of help; required unless it has a default."""
+    return field(metadata={"help": help}, **kwargs)
+
+
+@dataclass
+class TargetArguments:
+    """The frozen target, as `from_pretrained` takes it."""
+
+    target: str = setting("Target model: a directory or a Hub id.")
+    target_revision: str | None = setting("Commit, tag or branch of the target.", default=None)
+    target_dtype: str = setting("Dtype of the target: auto (as saved), float32, bfloat16 or float16.", default="auto")
+    target_device_map: str | None = setting("How to spread the target over devices, e.g. auto.", default=None)
+    trust_remote_code: bool = setting("Run code that comes with target or draft.", default=False)
+
+    def __post_init__(self):
+        if self.target_dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"`target_dtype` is {self.target_dtype!r}; choose auto, float32, bfloat16 or float16.")
+
+
+@dataclass
+class DraftArguments:
+    """An existing draft to go on with, or the shape of a new one."""
+
+    draft: str | None = setting(
+        "Draft to go on with: a directory or a Hub id. Without it a new one is made.", default=None
+    )
+    num_draft_layers: int | None = setting("Layers of a new draft (5).", default=None)
+    block_size: int | None = setting("Tokens of its block, the known one included (16).", default=None)
+    mask_token_id: int | None = setting("Token for positions to predict (proposed by the tokenizer).", default=None)
+    target_layer_ids: list[int] | None = setting(
+        "Zero-based target layers it reads (spread over the depth).", default=None
+    )
+    sliding_window: int | None = setting("Context tokens that it sees (all).", default=None)
+
+    def shape(self) -> dict:
+        """The settings of a new draft that were given."""
+        return {
+            f.name: value for f in fields(self) if f.name != "draft" and (value := getattr(self, f.name)) is not None
+        }
+
+    def __post_init__(self):
+        if self.draft is not None and self.shape():
+            raise ValueError(f"`draft` is given, whose shape is fixed: leave out {', '.join(self.shape())}.")
+
+
+@dataclass
+class DataArguments:
+    """Chat rows and how they become token rows."""
+
+    train_data: list[str] = setting("Chat rows to train on: .jsonl, .json or .parquet files.")
+    eval_data: list[str] | None = setting("Held-out chat rows.", default=None)
+    eval_fraction: float = setting("Share of the training rows held out where there is no eval_data.", default=0.02)
+    max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
+    assistant_turns: str = setting("Turns that are learned: all or last.", default="all")
+    stop_token_ids: list[int] | None = setting("Tokens that end a turn (the tokenizer's eos).", default=None)
+    template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
+    max_bad_fraction: float = setting("Share of rows that may be unreadable.", default=0.0)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if not self.eval_data and not 0 < self.eval_fraction < 1:
+            raise ValueError(
+                f"`eval_fraction` is {self.eval_fraction}: it must lie between 0 and 1, or give `eval_data`."
+            )
+
+
+@dataclass
+class RunArguments:
+    """What to do with an earlier run in `output_dir`."""
+
+    overwrite_output_dir: bool = setting(
+        "Start anew: deletes the checkpoints in output_dir instead of going on from the last.", default=False
+    )
+
+
+@dataclass
+class RegenerateArguments:
+    """Prompts, and how the target answers them."""
+
+    data: list[str] = setting("Chat rows whose last answer is to be rewritten, or prompts: .jsonl, .json, .parquet.")
+    output: str = setting("JSON lines to write; an interrupted file is gone on with.")
+    max_new_tokens: int = setting("Longest answer in tokens.", default=1024)
+    batch_size: int = setting("Prompts answered at the same time.", default=8)
+    max_prompt_length: int | None = setting("Longer prompts, in tokens, are left out.", default=None)
+    do_sample: bool | None = setting(
+        "Sample (true) or greedy (false); the target's own setting if not given.", default=None
+    )
+    temperature: float | None = setting("Temperature of sampling.", default=None)
+    top_p: float | None = setting("Nucleus of sampling.", default=None)
+    template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
+    seed: int = setting("Seed of sampling.", default=0)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+
+
+@dataclass
+class EvaluateArguments:
+    """Held-out prompts to decode for real."""
+
+    draft: str = setting("The draft: a directory or a Hub id.")
+    data: list[str] = setting("Held-out chat rows: .jsonl, .json or .parquet files.")
+    num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=32)
+    max_new_tokens: int = setting("Longest answer in tokens.", default=128)
+    max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
+    template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
+    output: str | None = setting("JSON file to write the figures to.", default=None)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+
+
+@dataclass
+class GenerateArguments:
+    """One prompt."""
+
+    draft: str = setting("The draft: a directory or a Hub id.")
+    prompt: str = setting("What the user says; the chat template is applied where the tokenizer has one.")
+    max_new_tokens: int = setting("Longest answer in tokens.", default=256)
+    temperature: float = setting("0: greedy.", default=0.0)
+    top_p: float = setting("Nucleus of sampling.", default=1.0)
+    seed: int = setting("Seed of sampling.", default=0)
+    template_kwargs: dict | str | None = setting("JSON for the chat template.", default=None)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+
+
+def read_json(name: str, value: dict | str | None) -> dict | None:
+    """A mapping given as JSON on the command line."""
+    if not isinstance(value, str):
+        return value
+    try:
+        value = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{name}` is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"`{name}` must be a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+class SettingsParser(HfArgumentParser):
+    """[`~transformers.HfArgumentParser`] with a YAML file under the command line; errors are `ValueError`s.
+
+    Args:
+        dataclass_types: whose fields are the settings.
+        positionals: settings that may be given first, without their name.
+        kwargs: those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], positionals: Sequence[str] = (), **kwargs):
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        self.positionals = positionals
+        self.settings = [f.name for dtype in dataclass_types for f in fields(dtype) if f.init]
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+    def parse(self, argv: Sequence[str]) -> tuple:
+        """Instances of the dataclasses from `[CONFIG.yaml] [positionals] [--key value ...]`; the command line wins.
+
+        Raises:
+            ValueError: for an unknown setting, with the nearest known one, or a value that cannot be.
+        """
+        argv, given = list(argv), []
+        if argv and argv[0].endswith((".yaml", ".yml")):
+            given += self._read_yaml(Path(argv.pop(0)))
+        for name in self.positionals:
+            if not argv or argv[0].startswith("--"):
+                break
+            given.append(f"--{name}={argv.pop(0)}")
+        for token in argv:
+            if token.startswith("--") and (key := token[2:].split("=")[0].replace("-", "_")) != "help":
+                self._check_known(key, "--" + key, extra=[f"no_{name}" for name in self.settings])
+        *parsed, rest = self.parse_args_into_dataclasses(
+            given + argv, return_remaining_strings=True, look_for_args_file=False
+        )
+        if rest:
+            raise ValueError(f"{rest[0]!r} belongs to no setting; write --key value.")
+        return tuple(parsed)
+
+    def _check_known(self, key: str, shown: str, extra: Sequence[str] = ()) -> None:
+        if key not in self.settings and key not in extra:
+            near = difflib.get_close_matches(key, self.settings, n=1, cutoff=0.0)
+            raise ValueError(f"{shown} is not a setting; the nearest one is `{near[0]}`.")
+
+    def _read_yaml(self, path: Path) -> list[str]:
+        """The file as command line arguments, so that both are read and checked alike."""
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold `key: value` lines")
+        argv = []
+        for key, value in values.items():
+            self._check_known(key, f"`{key}` in {path}")
+            if value is None:
+                raise ValueError(f"`{key}` in {path} has no value; leave the line out for the default.")
+            if isinstance(value, list):
+                argv += [f"--{key}", *map(str, value)]
+            else:
+                argv.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
+        return argv
