@@ -135,7 +135,6 @@ class _Drafter:
         return torch.cat(processed)[None] if sequence.do_sample else None
 
 
-@torch.no_grad()
 def block_decode(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
@@ -187,7 +186,7 @@ def block_decode(
     stopwatch, accepted_lengths = Stopwatch(), []
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     config = draft.config
-    with capture_features(model, config.target_layer_ids, config.capture_point) as capture:
+    with torch.inference_mode(), capture_features(model, config.target_layer_ids, config.capture_point) as capture:
         room = sequence.max_length + config.block_size
         target = CachedTarget(model, capture.run, room, stopwatch, model_kwargs)
         drafter = _Drafter(draft, target, stopwatch)

@@ -177,7 +177,7 @@ class TokenSequence:
     ) -> BlockDecodeOutput | torch.LongTensor:
         if self._streamer is not None:
             self._streamer.end()
-        sequences = self.tokens[:, : self.length].clone()
+        sequences = self.tokens[:, : self.length].clone()  # outside inference mode, so an ordinary tensor
         if not return_dict:
             return sequences
         return BlockDecodeOutput(sequences, accepted_lengths, stopwatch.seconds(), cache)
@@ -235,7 +235,6 @@ def check_call(name: str, model: PreTrainedModel, input_ids: torch.LongTensor, c
         warnings.warn(f"{name} ignores the generation settings {ignored}.", stacklevel=3)
 
 
-@torch.no_grad()
 def plain_decode(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
@@ -261,9 +260,10 @@ def plain_decode(
     check_call("plain_decode", model, input_ids, generation_config, model_kwargs)
     stopwatch = Stopwatch()
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    target = CachedTarget(model, model, sequence.max_length, stopwatch, model_kwargs)
-    sequence.commit_next(target.prefill(input_ids, model_kwargs))
-    while not sequence.finished:
-        anchor = sequence.length - 1
-        sequence.commit_next(target.forward(sequence.tokens[:, anchor : sequence.length], anchor))
+    with torch.inference_mode():
+        target = CachedTarget(model, model, sequence.max_length, stopwatch, model_kwargs)
+        sequence.commit_next(target.prefill(input_ids, model_kwargs))
+        while not sequence.finished:
+            anchor = sequence.length - 1
+            sequence.commit_next(target.forward(sequence.tokens[:, anchor : sequence.length], anchor))
     return sequence.result([], stopwatch, target.cache, generation_config.return_dict_in_generate)

@@ -1,7 +1,8 @@
 import pytest
 import torch
-from decoding_models import TARGETS, build_target, prompts
+from decoding_models import TARGETS, build_draft, build_target, prompts
 
+from blockdraft.modeling.block_decoding import block_decode
 from blockdraft.modeling.plain_decoding import plain_decode, sample
 
 
@@ -38,3 +39,15 @@ def test_sample_stays_below_the_total_at_the_largest_random_number(monkeypatch):
     monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, 1 - 2**-24))
     probs = torch.cat([torch.rand(500, 64), torch.zeros(500, 3)], dim=-1)
     assert (sample(probs) < 64).all()
+
+
+def test_sequences_are_ordinary_tensors():
+    """The loops run in inference mode, whose tensors could not be changed in place by the caller."""
+    target = build_target("k3")
+    prompt = prompts(1)[0]
+    plain = target.generate(prompt, custom_generate=plain_decode, max_new_tokens=3, do_sample=False)
+    block = target.generate(
+        prompt, custom_generate=block_decode, draft=build_draft(target), max_new_tokens=3, do_sample=False
+    )
+    assert not plain.is_inference() and not block.is_inference()
+    plain += 1
