@@ -44,6 +44,7 @@ class DraftArguments:
         "Zero-based target layers it reads (spread over the depth).", default=None
     )
     sliding_window: int | None = setting("Context tokens that it sees (all).", default=None)
+    is_causal: bool | None = setting("Whether a slot sees only earlier slots of its block (true).", default=None)
 
     def shape(self) -> dict:
         """The settings of a new draft that were given."""

@@ -24,7 +24,7 @@ from ..modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from .draft_trainer import DraftTrainer
 
 MEASURED_STEPS = 5  # of training, after a first one that is slower, for the time estimate
-RUN_SHAPE = ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers", "sliding_window")
+RUN_SHAPE = ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers", "sliding_window", "is_causal")
 
 
 def load_target(
