@@ -46,6 +46,7 @@ def target_config(tokenizer: PreTrainedTokenizerBase) -> KimiK3TextConfig:
 
 def save_target(model: KimiK3ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes bf16 weights (what Kimi K3 keeps in fp32 stays so), config, tokenizer and greedy generation settings."""
+    model.config.use_cache = True  # the Trainer switches it off
     model.save_pretrained(folder)
     saved = KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     saved.generation_config = GenerationConfig(
