@@ -99,6 +99,7 @@ def _facts(config: PreTrainedConfig, revision: str | None) -> dict[str, str]:
         "block size": f"{config.block_size} (the last known token and {config.block_size - 1} proposals)",
         "target layers read": f"{config.target_layer_ids} of {config.num_target_layers}, zero-based, their outputs",
         "mask token id": config.mask_token_id,
+        "within the block": "each slot sees the earlier ones" if config.is_causal else "all slots see each other",
         "context window": config.sliding_window or "whole context",
         "target revision": revision,
     }
@@ -133,5 +134,7 @@ def _cell(value) -> str:
     """One table cell."""
     if value is None:
         return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in sorted(value.items()))
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -99,7 +99,7 @@ def train(
     if args.eval_decode_prompts and trainer.is_world_process_zero():
         prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
         report = evaluate_decoding(target, trainer.model, prompts, args.eval_max_new_tokens)
-        trainer.card_metrics = {"held-out prompts": report.metrics()}
+        trainer.card_metrics = {"held-out prompts": report.headline()}
         print(report.table())
         path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
         print(f"The figures are in {path}.")

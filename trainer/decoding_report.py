@@ -9,6 +9,7 @@ from functools import cached_property
 from .text_loops import is_looping
 
 MAX_TIE_SHARE = 0.01
+HEADLINE = ("prompts", "tau", "tau_without_loops", "looping_share", "speedup")
 
 
 @dataclass
@@ -139,6 +140,11 @@ class DecodingReport:
 
     def _seconds(self, part: str) -> float:
         return sum(answer.seconds[part] for answer in self.answers)
+
+    def headline(self) -> dict[str, float]:
+        """The few of [`metrics`] that a model card shows."""
+        metrics = self.metrics()
+        return {name: metrics[name] for name in HEADLINE}
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers; the keys are always the same.

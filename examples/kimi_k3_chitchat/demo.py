@@ -166,7 +166,7 @@ def evaluate(trainer: DraftTrainer, run_dir: Path, sizes: Sizes) -> str:
     fastest, reports = fastest_block_size(
         trainer.target, trainer.model, prompts, sizes.served_block_sizes, sizes.max_new_tokens
     )
-    trainer.card_metrics = {"chitchat, held-out prompts": reports[sizes.block_size].metrics()}
+    trainer.card_metrics = {"chitchat, held-out prompts": reports[sizes.block_size].headline()}
     trainer.save_model()
     write_report(run_dir, trainer.state.log_history, reports, command="make demo")
     text = table(reports, fastest)
