@@ -54,7 +54,6 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
         num_draft_layers: int = 5,
         block_size: int = 16,
         target_layer_ids: list[int] | None = None,
-        is_causal: bool = True,
         **overrides,
     ) -> "KimiK3DFlashConfig":
         """
@@ -67,16 +66,18 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
             mask_token_id: see [`DraftConfig`]; `propose_mask_token_ids` lists candidates.
             target_layer_ids: defaults to [`build_target_layer_ids`].
-            is_causal: whether a slot sees only the earlier slots of its block. The reference is bidirectional, but
-                without positions its masked slots hold the same token and see the same keys: all of them predict the
-                same distribution. Causal slots count the masks before them, which tells them apart.
-            overrides: any field of the configuration.
+            overrides: any field of the configuration. Two defaults are not the reference's, a bidirectional block that
+                sees the whole context. Without positions, its masked slots hold the same token and see the same keys,
+                so that all of them predict the same distribution, and which context row is the newest has to be found
+                by content. Here `is_causal` is true, since a slot can count the masks before it, and `sliding_window`
+                is the block size, which says what is near; `None` is the whole context.
 
         Raises:
             ValueError: if a setting cannot be; on very shallow targets the default ids repeat and must be given.
         """
         text_config = target_config.get_text_config()
         depth = text_config.num_hidden_layers
+        overrides = {"is_causal": True, "sliding_window": block_size} | overrides
         dflash_config = {
             "mask_token_id": mask_token_id,
             "target_layer_ids": target_layer_ids or build_target_layer_ids(depth, num_draft_layers),
@@ -87,7 +88,7 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             )
             settings = config.to_dict()
             del settings["dflash_config"]  # a view of what may be overridden
-            return cls.from_dict(settings | {"is_causal": is_causal} | overrides)
+            return cls.from_dict(settings | overrides)
         hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
         head_dim = max(8, hidden_size // heads)
         settings = {
@@ -108,7 +109,6 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             "num_hidden_layers": num_draft_layers,
             "num_target_layers": depth,
             "block_size": block_size,
-            "is_causal": is_causal,
             "final_logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
         }
         return cls(**(DENSE_DRAFT | settings | overrides), dflash_config=dflash_config)

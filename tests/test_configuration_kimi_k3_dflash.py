@@ -148,3 +148,14 @@ def test_files_round_trip_and_state_both_views(built, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="no `slot_layout`"):
         AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("target_config", [KimiK3TextConfig(), Qwen3Config()], ids=["k3", "qwen3"])
+def test_new_drafts_have_slots_that_differ(target_config):
+    """The reference's rule of visibility lets a draft without positions learn nothing in a small budget."""
+    config = KimiK3DFlashConfig.from_target_config(target_config, mask_token_id=5, block_size=8)
+    assert config.is_causal and config.sliding_window == 8
+    reference = KimiK3DFlashConfig.from_target_config(
+        target_config, mask_token_id=5, is_causal=False, sliding_window=None
+    )
+    assert not reference.is_causal and reference.sliding_window is None

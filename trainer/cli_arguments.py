@@ -43,14 +43,15 @@ class DraftArguments:
     target_layer_ids: list[int] | None = setting(
         "Zero-based target layers it reads (spread over the depth).", default=None
     )
-    sliding_window: int | None = setting("Context tokens that it sees (all).", default=None)
+    sliding_window: int | None = setting("Context tokens that it sees, 0 for all (the block size).", default=None)
     is_causal: bool | None = setting("Whether a slot sees only earlier slots of its block (true).", default=None)
 
     def shape(self) -> dict:
-        """The settings of a new draft that were given."""
-        return {
+        """The settings of a new draft that were given; a window of 0 is the whole context, `None` in the config."""
+        given = {
             f.name: value for f in fields(self) if f.name != "draft" and (value := getattr(self, f.name)) is not None
         }
+        return given | ({"sliding_window": None} if given.get("sliding_window") == 0 else {})
 
     def __post_init__(self):
         if self.draft is not None and self.shape():
