@@ -349,5 +349,5 @@ def test_evaluate_decodes_for_real(tmp_path):
 def test_warns_where_masked_slots_cannot_differ(tmp_path, caplog):
     target = build_target("k3")
     with caplog.at_level("WARNING", logger="blockdraft"):
-        make_trainer(tmp_path, draft=build_draft(target, block_size=BLOCK, is_causal=False))
+        make_trainer(tmp_path, draft=build_draft(target, block_size=BLOCK, is_causal=False, sliding_window=None))
     assert "is_causal" in caplog.text
