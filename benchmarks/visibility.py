@@ -12,58 +12,30 @@ import argparse
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from transformers import set_seed
 
-from blockdraft.trainer.commands import load_target, new_draft
-from blockdraft.trainer.data import prepare_dataset
+from blockdraft.trainer.commands import load_target
 from blockdraft.trainer.decoding_report import markdown_table
-from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.evaluation import evaluate_decoding, held_out_prompts
-from blockdraft.trainer.training_args import DraftTrainingArguments
-from examples.kimi_k3_chitchat.demo import SIZES, TARGET_DIR
+from examples.kimi_k3_chitchat.demo import SIZES, TARGET_DIR, train
 
 # (is_causal, sliding_window)
 RULES = [(False, None), (True, None), (True, 32), (True, 8), (True, 4), (False, 8)]
 
 
 def tau(rule: tuple[bool, int | None], seed: int, max_steps: int, answers: Path, prompts: int) -> float:
-    """Tau without looping answers of a draft trained from `seed` for `max_steps` under a rule."""
+    """Tau without looping answers of the demo's draft, trained from `seed` for `max_steps` under a rule."""
     set_seed(seed)
     target, tokenizer = load_target(TARGET_DIR, dtype="float32")
-    train_set, eval_set = (
-        prepare_dataset(answers / name, tokenizer, tokenizer.model_max_length)[0]
-        for name in ("train_answers.jsonl", "eval_answers.jsonl")
-    )
-    is_causal, sliding_window = rule
-    draft = new_draft(
-        target,
-        tokenizer,
-        num_draft_layers=SIZES.num_draft_layers,
-        block_size=SIZES.block_size,
-        target_layer_ids=list(SIZES.target_layer_ids),
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-    )
+    sizes = replace(SIZES, seed=seed, max_steps=max_steps, is_causal=rule[0], sliding_window=rule[1])
+    files = (answers / name for name in ("train_answers.jsonl", "eval_answers.jsonl"))
     with tempfile.TemporaryDirectory() as output_dir:
-        args = DraftTrainingArguments(
-            output_dir=output_dir,
-            max_steps=max_steps,
-            per_device_train_batch_size=SIZES.rows_a_step,
-            learning_rate=SIZES.learning_rate,
-            train_sampling_strategy="group_by_length",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-            use_cpu=not torch.cuda.is_available(),
-        )
-        DraftTrainer(draft, target, args, train_dataset=train_set, processing_class=tokenizer).train()
-    report = evaluate_decoding(
-        target, draft, held_out_prompts(eval_set, prompts), SIZES.max_new_tokens, compare_with_plain=False
-    )
+        trainer = train(target, tokenizer, *files, Path(output_dir), sizes)
+    rows = held_out_prompts(trainer.eval_dataset, prompts)
+    report = evaluate_decoding(target, trainer.model, rows, sizes.max_new_tokens, compare_with_plain=False)
     return report.tau_without_loops
 
 

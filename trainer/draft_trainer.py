@@ -90,7 +90,7 @@ class DraftTrainer(Trainer):
         }
         if args.loss_type == "variable_prefix":
             self.draft_config.objective["prefix_weight_base"] = args.prefix_weight_base
-        self._window = LogWindow(self.draft_config.block_size)
+        self._window = LogWindow(self.draft_config.block_size, self.args.device)
         self.card_metrics: dict[str, dict[str, float]] | None = None
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class DraftTrainer(Trainer):
         `args.eval_decode_prompts` of their prompts on the main process.
         """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        training, window = self.model.training, LogWindow(self.draft_config.block_size)
+        training, window = self.model.training, LogWindow(self.draft_config.block_size, self.args.device)
         self.model.eval()
         with torch.no_grad():
             for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
@@ -250,7 +250,7 @@ class DraftTrainer(Trainer):
         """Adds accuracy, estimated tau, acceptance by slot, supervised tokens a second and rows without an anchor."""
         if "loss" in logs:
             logs = self._window.metrics(self.accelerator) | logs  # the loss stays the Trainer's own, a mean over steps
-            self._window = LogWindow(self.draft_config.block_size)
+            self._window = LogWindow(self.draft_config.block_size, self.args.device)
         super().log(logs, start_time)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class DraftTrainer(Trainer):
             "epoch": self.state.epoch,
             "batch_size": batch_size,
             "learning_rate": args.learning_rate,
-            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "lr_scheduler_type": args.lr_scheduler_type.value,
             "seed": args.seed,
             "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
             "versions": {name: version(name) for name in ("blockdraft", "transformers", "torch")},
@@ -312,36 +312,31 @@ class DraftTrainer(Trainer):
 class LogWindow:
     """Sums of block losses since the last log, and how many rows had no anchor."""
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
-        self._sums = torch.zeros(3 + 3 * block_size, dtype=torch.float64)
-        self._rows = self._rows_without_anchor = 0
+    def __init__(self, block_size: int, device: torch.device):
+        self._total = BlockLoss.zeros(block_size, device)
+        self._rows = torch.zeros(2, device=device)  # all, and those without an anchor
         self._start = time.perf_counter()
 
     def add(self, loss: BlockLoss) -> None:
-        scalars = torch.stack([loss.loss_sum.detach().float(), loss.weight, loss.valid_blocks.float()])
-        sums = torch.cat([scalars, loss.slot_valid, loss.slot_correct, loss.slot_accepted])
-        self._sums = self._sums.to(sums.device) + sums
+        self._total = self._total + loss
 
     def count_rows(self, keep: torch.Tensor) -> None:
-        self._rows += len(keep)
-        self._rows_without_anchor += int((~keep.any(-1)).sum())
+        counts = torch.stack([torch.tensor(len(keep)), (~keep.any(-1)).sum().cpu()])
+        self._rows += counts.to(self._rows.device)
 
     def metrics(self, accelerator) -> dict[str, float]:
         """Ratios of the sums over all ranks; a slot's acceptance counts it and every slot before it as right."""
-        rows = torch.tensor([self._rows, self._rows_without_anchor], dtype=torch.float64, device=self._sums.device)
-        sums = torch.cat([self._sums, rows]).to(accelerator.device)
-        sums = accelerator.gather(sums[None]).sum(0).cpu()
-        (loss_sum, weight, blocks), (rows, without_anchor) = sums[:3].tolist(), sums[-2:].tolist()
-        valid, correct, accepted = sums[3:-2].view(3, self.block_size)
+        total = BlockLoss(**accelerator.reduce(vars(self._total)))
+        rows, without_anchor = accelerator.reduce(self._rows).tolist()
         metrics = {"rows_without_anchor": without_anchor / max(rows, 1)}
-        if blocks:
+        if total.valid_blocks:
+            estimates = total.metrics()
             metrics |= {
-                "loss": loss_sum / max(weight, 1e-6),
-                "accuracy": (correct.sum() / valid.sum()).item(),
-                "estimated_tau": 1 + accepted.sum().item() / blocks,
-                "supervised_tokens_per_second": valid.sum().item() / (time.perf_counter() - self._start),
+                "loss": total.loss.item(),
+                "accuracy": estimates["accuracy"],
+                "estimated_tau": estimates["accept_len"],
+                "supervised_tokens_per_second": total.slot_valid.sum().item() / (time.perf_counter() - self._start),
             }
-            for slot in valid.nonzero().flatten().tolist():
-                metrics[f"acceptance_slot_{slot}"] = (accepted[slot] / valid[slot]).item()
+            for slot in total.slot_valid.nonzero().flatten().tolist():
+                metrics[f"acceptance_slot_{slot}"] = (total.slot_accepted[slot] / total.slot_valid[slot]).item()
         return metrics

@@ -57,6 +57,13 @@ class BlockLoss:
     slot_accepted: Tensor
     valid_blocks: Tensor
 
+    @classmethod
+    def zeros(cls, block_size: int, device: torch.device) -> "BlockLoss":
+        """What sums over many batches start from, in float64."""
+        scalars = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
+        slots = [torch.zeros(block_size, dtype=torch.float64, device=device) for _ in range(3)]
+        return cls(*scalars, *slots, torch.zeros((), dtype=torch.long, device=device))
+
     def __add__(self, other: "BlockLoss") -> "BlockLoss":
         """Sums over both batches, for reports: the result is detached."""
         names = [field.name for field in fields(self)]

@@ -51,7 +51,8 @@ class Sizes:
     served_block_sizes: tuple[int, ...] = (4, 6, 8)
     num_draft_layers: int = 1  # on a target of six layers a second one costs more than it brings
     target_layer_ids: tuple[int, ...] = (0, 2, 4)  # the default ids repeat on so shallow a target
-    sliding_window: int = 8  # what is near, without positions: see benchmarks/visibility.py
+    is_causal: bool = True
+    sliding_window: int | None = 8  # what is near, without positions: see benchmarks/visibility.py
     rows_a_step: int = 16
     max_steps: int = 500
     learning_rate: float = 2e-3
@@ -137,6 +138,7 @@ def train(target, tokenizer, train_answers: Path, eval_answers: Path, output_dir
         num_draft_layers=sizes.num_draft_layers,
         block_size=sizes.block_size,
         target_layer_ids=list(sizes.target_layer_ids),
+        is_causal=sizes.is_causal,
         sliding_window=sizes.sliding_window,
     )
     args = DraftTrainingArguments(
