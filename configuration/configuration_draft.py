@@ -2,23 +2,18 @@
 
 import hashlib
 import json
+from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DRAFT_SCHEMA_VERSION = 1
 
-# Settings that engines and older checkpoints keep in a nested `dflash_config`, by their name there. The top-level
-# attribute is the one truth.
-NESTED_SETTINGS = {
-    "block_size": "block_size",
-    "mask_token_id": "mask_token_id",
-    "target_layer_ids": "target_layer_ids",
-    "output_multiplier": "output_multiplier",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "input_embedding_scale": "input_embedding_scale",
-    "causal": "is_causal",
-}
+LAYER_OUTPUT = "layer_output"
+# DeepSeek V4.1's own: the mean over the hyper-connection streams of what enters a layer's attention.
+ATTENTION_INPUT_MEAN = "attention_input_mean"
+
+ANCHOR_APART, ANCHOR_FIRST = "1+N", "N"
 
 
 @strict
@@ -28,21 +23,22 @@ class DraftConfig(PreTrainedConfig):
 
     Args:
         block_size (`int`):
-            Tokens of a block, at least 2, the anchor included.
+            Slots of a block, at least 2, the anchor's included.
         mask_token_id (`int`):
             Token that stands for a position to be predicted; an id of the target's vocabulary that no text contains.
         target_layer_ids (`list[int]`):
             Zero-based target layers whose hidden states the draft reads, strictly increasing.
         capture_point (`str`):
-            Where they are read: `"layer_output"`, that is `hidden_states[i + 1]`.
+            Where they are read: `"layer_output"`, that is `hidden_states[i + 1]`, or `"attention_input_mean"`.
         num_target_layers (`int`):
             Depth of the target.
         slot_layout (`str`):
-            `"1+N"`: slot 0 holds the anchor and predicts nothing, slots 1.. are drafted.
+            `"1+N"`: slot 0 holds the anchor and predicts nothing, the others predict their own token. `"N"`: slot 0
+            holds the anchor and every slot predicts the token after its own.
         is_causal (`bool`):
             Whether a slot sees only earlier slots of its block.
         sliding_window (`int`, *optional*):
-            Context positions that a query sees, its own included; `None` for all.
+            Context positions that a query sees (with `"1+N"` its own included); `None` for all.
         output_multiplier, final_logit_softcapping, input_embedding_scale (`float`):
             Transforms of the target's logits and input embeddings that the draft has to repeat.
         target (`dict`):
@@ -55,13 +51,20 @@ class DraftConfig(PreTrainedConfig):
             `slot_layout` is refused, since engines would have to guess it.
     """
 
+    # What a family is defined for, and the names under which engines and other checkpoints keep its settings: in a
+    # nested dict, or (`engine_view_key` None) at the top level. The attribute is the one truth.
+    family_slot_layout = ANCHOR_APART
+    family_capture_points = (LAYER_OUTPUT,)
+    engine_view_key: ClassVar[str | None] = None
+    engine_view: ClassVar[dict[str, str]] = {}
+
     draft_schema_version: int = DRAFT_SCHEMA_VERSION
     block_size: int | None = None
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
-    capture_point: str = "layer_output"
+    capture_point: str = LAYER_OUTPUT
     num_target_layers: int | None = None
-    slot_layout: str = "1+N"
+    slot_layout: str | None = None
     is_causal: bool = False
     sliding_window: int | None = None
     output_multiplier: float | int = 1.0
@@ -71,9 +74,15 @@ class DraftConfig(PreTrainedConfig):
     objective: dict | None = None
     training: dict | None = None
 
-    def __post_init__(self, dflash_config: dict | None = None, sample_from_anchor: bool | None = None, **kwargs):
-        self._read_nested(dict(dflash_config or {}))
-        if sample_from_anchor is not None and sample_from_anchor != (self.slot_layout == "N"):
+    def __post_init__(self, sample_from_anchor: bool | None = None, **kwargs):
+        if self.slot_layout is None:
+            self.slot_layout = self.family_slot_layout
+        if self.engine_view_key is None:
+            view = {name: kwargs.pop(name) for name in self.engine_view if name in kwargs}
+        else:
+            view = dict(kwargs.pop(self.engine_view_key, None) or {})
+        self._read_view(view)
+        if sample_from_anchor is not None and sample_from_anchor != (self.slot_layout == ANCHOR_FIRST):
             raise ValueError(
                 f"`sample_from_anchor` is {sample_from_anchor} but `slot_layout` is {self.slot_layout!r}; it is true "
                 'where slot 0 predicts too ("N"). Leave it out, it follows from the layout.'
@@ -81,30 +90,28 @@ class DraftConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.check_draft()
 
-    def _read_nested(self, nested: dict) -> None:
-        if nested.pop("projector_type", None) is not None:
-            raise ValueError(
-                "`dflash_config.projector_type` is set: drafts with a projector are another architecture."
-            )
-        for nested_name, value in nested.items():
-            if nested_name not in NESTED_SETTINGS:
+    def _read_view(self, view: dict) -> None:
+        prefix = "" if self.engine_view_key is None else f"{self.engine_view_key}."
+        if view.pop("projector_type", None) is not None:
+            raise ValueError(f"`{prefix}projector_type` is set: drafts with a projector are another architecture.")
+        for engine_name, value in view.items():
+            if engine_name not in self.engine_view:
                 raise ValueError(
-                    f"`dflash_config.{nested_name}` is not a setting of this draft; known: {list(NESTED_SETTINGS)}."
+                    f"`{prefix}{engine_name}` is not a setting of this draft; known: {list(self.engine_view)}."
                 )
-            name = NESTED_SETTINGS[nested_name]
+            name = self.engine_view[engine_name]
             current = getattr(self, name)
             default = type(self).__dataclass_fields__[name].default
             if current != default and current != value:
-                raise ValueError(
-                    f"`{name}` is {current!r} but `dflash_config.{nested_name}` is {value!r}; give one value."
-                )
+                raise ValueError(f"`{name}` is {current!r} but `{prefix}{engine_name}` is {value!r}; give one value.")
             setattr(self, name, value)
 
     def to_dict(self) -> dict:
-        """The configuration with both views: top-level keys and the nested `dflash_config` that engines read."""
+        """The configuration with both views: the attributes, and the names that engines read."""
         output = super().to_dict()
-        output["dflash_config"] = {nested_name: output[name] for nested_name, name in NESTED_SETTINGS.items()}
-        output["sample_from_anchor"] = self.slot_layout == "N"
+        view = {engine_name: output[name] for engine_name, name in self.engine_view.items()}
+        output |= view if self.engine_view_key is None else {self.engine_view_key: view}
+        output["sample_from_anchor"] = self.slot_layout == ANCHOR_FIRST
         return output
 
     @classmethod
@@ -112,9 +119,14 @@ class DraftConfig(PreTrainedConfig):
         if "slot_layout" not in config_dict:
             raise ValueError(
                 f"The stored {cls.model_type} configuration has no `slot_layout`, so which slots of a block are "
-                'drafted is unknown. Add "slot_layout": "1+N" (slot 0 is the anchor) if that is how it was trained.'
+                f'drafted is unknown. Add "slot_layout": "{cls.family_slot_layout}" if that is how it was trained.'
             )
         return super().from_dict(config_dict, **kwargs)
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that one block drafts."""
+        return self.block_size - (self.slot_layout == ANCHOR_APART)
 
     def check_draft(self) -> None:
         """Raises a `ValueError` that names the first setting of the block contract that cannot be."""
@@ -123,12 +135,17 @@ class DraftConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` is missing: a draft configuration has to state it.")
         if self.block_size < 2:
             raise ValueError(f"`block_size` is {self.block_size}: a block holds the anchor and at least one slot.")
-        check_layer_ids(self.target_layer_ids, self.num_target_layers)
+        check_layer_ids(self.target_layer_ids, self.num_target_layers, self.capture_point)
         check_mask_token(self.mask_token_id, self.vocab_size, self.bos_token_id, self.eos_token_id)
-        if self.slot_layout != "1+N":
-            raise ValueError(f'`slot_layout` is {self.slot_layout!r}: a DFlash draft has the layout "1+N".')
-        if self.capture_point != "layer_output":
-            raise ValueError(f'`capture_point` is {self.capture_point!r}: only "layer_output" is known.')
+        if self.slot_layout != self.family_slot_layout:
+            raise ValueError(
+                f'`slot_layout` is {self.slot_layout!r}: a {self.model_type} draft has "{self.family_slot_layout}".'
+            )
+        if self.capture_point not in self.family_capture_points:
+            raise ValueError(
+                f"`capture_point` is {self.capture_point!r}: a {self.model_type} draft reads one of "
+                f"{list(self.family_capture_points)}."
+            )
         for name in ("output_multiplier", "input_embedding_scale"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be positive.")
@@ -138,17 +155,21 @@ class DraftConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` is {value}: it must be null or positive.")
 
 
-def check_layer_ids(layer_ids: list[int], num_target_layers: int | None) -> None:
+def check_layer_ids(layer_ids: list[int], num_target_layers: int | None, capture_point: str = LAYER_OUTPUT) -> None:
     """Raises a `ValueError` unless `layer_ids` are strictly increasing layers that every engine can tap."""
     if not layer_ids or any(b <= a for a, b in zip(layer_ids, layer_ids[1:], strict=False)) or layer_ids[0] < 0:
         raise ValueError(
             f"`target_layer_ids` is {layer_ids}: give strictly increasing zero-based layers. The default ids repeat "
             "on very shallow targets; pass explicit ids there."
         )
-    if num_target_layers is not None and layer_ids[-1] > num_target_layers - 2:
+    if num_target_layers is None:
+        return
+    # Engines hand out the last layer's output after the final norm only; what enters that layer they do hand out.
+    last = num_target_layers - (2 if capture_point == LAYER_OUTPUT else 1)
+    if layer_ids[-1] > last:
         raise ValueError(
-            f"`target_layer_ids` is {layer_ids}: the target has {num_target_layers} layers and its last one "
-            f"cannot be tapped by serving engines, so ids go up to {num_target_layers - 2}."
+            f"`target_layer_ids` is {layer_ids}: of a target with {num_target_layers} layers, serving engines can "
+            f"tap ids up to {last}."
         )
 
 

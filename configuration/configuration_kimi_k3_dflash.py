@@ -24,6 +24,16 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
     """
 
     model_type = "kimi_k3_dflash"
+    engine_view_key = "dflash_config"
+    engine_view = {
+        "block_size": "block_size",
+        "mask_token_id": "mask_token_id",
+        "target_layer_ids": "target_layer_ids",
+        "output_multiplier": "output_multiplier",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "input_embedding_scale": "input_embedding_scale",
+        "causal": "is_causal",
+    }
 
     num_experts: int | None = None
     num_shared_experts: int | None = 0
