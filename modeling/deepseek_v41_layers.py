@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.integrations import use_experts_implementation
 from transformers.utils.generic import maybe_autocast
 
@@ -177,14 +178,15 @@ def expand(output: torch.Tensor, streams: torch.Tensor, mix: HyperConnectionMix)
     """The streams `[..., s, H]` after a sublayer with the given output `[..., H]`, in the streams' dtype."""
     with maybe_autocast(streams.device.type, enabled=False):
         mixed = mix.comb.transpose(-1, -2) @ streams.float()
-        return torch.addcmul(mixed, mix.post.unsqueeze(-1), output.float().unsqueeze(-2)).to(streams.dtype)
+        # Two operations: a fused one rounds differently from the reference.
+        return (mix.post.unsqueeze(-1) * output.float().unsqueeze(-2) + mixed).to(streams.dtype)
 
 
 # ---- mixture of experts -------------------------------------------------------------------------------------------
 
 
 def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
-    """`silu(min(g, limit)) * clamp(u, -limit, limit)`, `[..., 2 * n]` gate half first -> `[..., n]` fp32; 0: no limit."""
+    """`silu(min(g, limit)) * clamp(u, -limit, limit)`; `[..., 2 * n]`, gate first -> `[..., n]` fp32; 0: no limit."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -320,8 +322,7 @@ class GroupedLinear(nn.Linear):
         self.groups = groups
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.unflatten(0, (self.groups, -1))
-        return (hidden_states.unsqueeze(-2) @ weight.transpose(-1, -2)).squeeze(-2)
+        return torch.einsum("...gi,goi->...go", hidden_states, self.weight.unflatten(0, (self.groups, -1)))
 
 
 class DeepseekV41WindowAttention(nn.Module):
@@ -432,3 +433,37 @@ def sdpa_sink_attention(
         scale=scaling,
     )
     return output[..., :width].transpose(1, 2)
+
+
+# ---- initialisation -----------------------------------------------------------------------------------------------
+
+
+def init_deepseek_v41_weights(module: nn.Module, std: float) -> bool:
+    """Initialises a module of this file, matrices with N(0, `std`^2). Returns whether it was one."""
+    if isinstance(module, DeepseekV41RMSNorm):
+        init.ones_(module.weight)
+    elif isinstance(module, DeepseekV41HyperConnection):
+        init.normal_(module.fn, mean=0.0, std=std)
+        init.zeros_(module.base)
+        init.ones_(module.scale)
+    elif isinstance(module, DeepseekV41Router):
+        init.normal_(module.weight, mean=0.0, std=std)
+        init.zeros_(module.e_score_correction_bias)
+        init.zeros_(module.bias_vl)
+    elif isinstance(module, DeepseekV41Experts):
+        init.normal_(module.gate_up_proj, mean=0.0, std=std)
+        init.normal_(module.down_proj, mean=0.0, std=std)
+    elif isinstance(module, AttentionSinks):
+        init.zeros_(module.weight)
+    else:
+        return False
+    return True
+
+
+def check_grouped_widths(config: DeepseekV41BaseConfig) -> None:
+    """Raises a `ValueError` where the grouped kernel, which wants rows of whole 16 bytes, cannot take the experts."""
+    if config.moe_intermediate_size % 8 or config.hidden_size % 8:
+        raise ValueError(
+            'experts_implementation="grouped_mm" needs `moe_intermediate_size` and `hidden_size` to be multiples of '
+            '8; use experts_implementation="eager".'
+        )

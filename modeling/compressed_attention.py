@@ -1,0 +1,475 @@
+"""CSA2, DeepSeek V4.1's attention: a window plus compressed keys of older tokens, chosen by an indexer; its cache.
+
+Layers with a compression ratio come in three kinds. A Full layer compresses keys anew and chooses among them, a
+Reindex layer chooses anew among the keys of the Full layer below, a Reuse layer takes over keys and choice. What they
+pass on is a [`CompressedState`].
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from ..configuration.configuration_deepseek_v41 import COMPRESSED_SPARSE_ATTENTION, DeepseekV41TextConfig
+from .deepseek_v41_layers import (
+    DeepseekV41RMSNorm,
+    DeepseekV41WindowAttention,
+    Fp32Linear,
+    rope_frequencies,
+    rope_rotations,
+    rotate,
+)
+from .number_formats import round_to_cache_format
+
+
+def select_best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """
+    Marks the `count` highest scores of each row, the earlier one where they are equal: a choice that does not depend
+    on how long the row is, so that decoding and a full forward agree.
+
+    Args:
+        scores: `[..., C]`; what is -inf is never chosen.
+
+    Returns:
+        `[..., C]` bool.
+    """
+    if count < scores.shape[-1]:
+        least = scores.topk(count, dim=-1).values[..., -1:]
+        above, equal = scores > least, scores == least
+        room = count - above.sum(-1, keepdim=True)
+        scores = scores.masked_fill(~(above | (equal & (equal.cumsum(-1) <= room))), -math.inf)
+    return scores > -math.inf
+
+
+def candidate_blocks(
+    scores: torch.Tensor, visible_groups: torch.Tensor, block_size: int, num_blocks: int
+) -> torch.Tensor:
+    """
+    The blocks of groups among which later layers may choose: the best by their best group, the newest always.
+
+    Args:
+        scores: `[B, S, C]`, -inf where a group must not be seen.
+        visible_groups: `[B or 1, S]`, complete groups at each query.
+        block_size: groups of a block.
+        num_blocks: blocks that are kept.
+
+    Returns:
+        `[B, S, C]` bool, of groups.
+    """
+    width = scores.shape[-1]
+    blocks = nn.functional.pad(scores, (0, -width % block_size), value=-math.inf).unflatten(-1, (-1, block_size))
+    best = blocks.amax(-1)
+    newest = torch.div(visible_groups - 1, block_size, rounding_mode="floor")
+    numbers = torch.arange(best.shape[-1], device=best.device)
+    best = best.masked_fill(numbers == newest.unsqueeze(-1), math.inf)
+    kept = select_best(best, num_blocks).repeat_interleave(block_size, dim=-1)[..., :width]
+    return kept & (scores > -math.inf)
+
+
+def index_scores(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum over heads of `relu(query * key) * weight`: `[B, S, h, d]`, `[B, C, d]`, `[B, S, h]` -> `[B, S, C]`."""
+    products = (queries.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])
+    weighted = products.relu() * weights.unsqueeze(-1)
+    return weighted.sum(2, dtype=torch.float32).to(queries.dtype)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """
+    The groups of `ratio` tokens that a forward completes and sees; b is B, or 1 where all rows are alike.
+
+    Attributes:
+        ids (`[b, n]`): numbers of the groups whose last token is in this forward.
+        columns (`[b, n, ratio]`): their tokens, as columns of the earlier projections and this forward's.
+        total (`int`): C, complete groups of the longest row so far.
+        visible_groups (`[b, S]`): complete groups at each query.
+        allowed (`[b, S, C]` bool): groups that a query may see.
+    """
+
+    ids: torch.Tensor
+    columns: torch.Tensor
+    total: int
+    visible_groups: torch.Tensor
+    allowed: torch.Tensor
+
+
+class TokenPlan:
+    """
+    Where the tokens of a forward stand: positions, rotations, and which keys each of them may see. Made once, read by
+    all layers.
+
+    Args:
+        config ([`DeepseekV41TextConfig`]).
+        length: S, new tokens of a row; past: tokens of a row in the cache.
+        attention_mask: `[B, past + S]`, 1 = token; padding on the left, or on the right without a cache.
+        device: where the layers are.
+
+    Raises:
+        ValueError: if the mask has another shape, or holes, or padding that a cache cannot skip.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV41TextConfig,
+        length: int,
+        past: int,
+        attention_mask: torch.Tensor | None,
+        device: torch.device,
+        is_cached: bool,
+    ):
+        self.config, self.length, self.past, self.device = config, length, past, device
+        self.valid, start = _read_mask(attention_mask, length, past, is_cached)
+        self.first = torch.full((1,), past, device=device) if start is None else past - start
+        self.is_ragged = start is not None  # padded on the left
+        self.is_padded_right = self.valid is not None and not self.is_ragged
+        self.positions = (self.first[:, None] + torch.arange(length, device=device)).clamp(min=0)
+        self.rotations = {False: self._rotations(self.positions, False), True: self._rotations(self.positions, True)}
+        self._window: dict[int, torch.Tensor] = {}
+        self._groups: dict[tuple[int, int], GroupPlan] = {}
+
+    @property
+    def new_valid(self) -> torch.Tensor | None:
+        """`[B, S]` bool, or `None` where every new token is real."""
+        return None if self.valid is None else self.valid[:, -self.length :]
+
+    def _rotations(self, positions: torch.Tensor, compressed: bool) -> torch.Tensor:
+        config, yarn = self.config, None
+        scaling = config.rope_scaling
+        if compressed and scaling.get("original_max_position_embeddings", 0) > 0:
+            yarn = tuple(
+                scaling[name] for name in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+            )
+        theta = config.compress_rope_theta if compressed else config.rope_theta
+        return rope_rotations(positions, rope_frequencies(config.qk_rope_head_dim, theta, yarn, self.device))
+
+    def group_rotations(self, plan: GroupPlan, ratio: int) -> torch.Tensor:
+        """`[b, n, R / 2]`: a group stands at its first token."""
+        return self._rotations(plan.ids * ratio, True)
+
+    def window(self, num_keys: int) -> torch.Tensor:
+        """`[b, 1, S, num_keys]` bool: which of the last `num_keys` tokens are near enough, and real."""
+        if num_keys not in self._window:
+            end = self.past + self.length
+            keys = torch.arange(end - num_keys, end, device=self.device)
+            queries = torch.arange(self.past, end, device=self.device)[:, None]
+            visible = ((keys <= queries) & (keys > queries - self.config.sliding_window))[None]
+            if self.valid is not None:
+                visible = visible & self.valid[:, None, end - num_keys :]
+            self._window[num_keys] = visible.unsqueeze(1)
+        return self._window[num_keys]
+
+    def groups(self, ratio: int, history: int) -> GroupPlan:
+        """The groups of a ratio, `history` earlier tokens' projections being at hand."""
+        if (ratio, history) not in self._groups:
+            self._groups[ratio, history] = self._plan_groups(ratio, history)
+        return self._groups[ratio, history]
+
+    def _plan_groups(self, ratio: int, history: int) -> GroupPlan:
+        begin, end = self.first.clamp(min=0) // ratio, (self.first + self.length) // ratio
+        if self.is_ragged:
+            count, total = int((end - begin).max()), int(end.max())
+        else:
+            total = (self.past + self.length) // ratio
+            count = total - self.past // ratio
+        ids = begin[:, None] + torch.arange(count, device=self.device)
+        columns = ids[..., None] * ratio + torch.arange(ratio, device=self.device)
+        columns = (columns - (self.first - history)[:, None, None]).clamp(0, history + self.length - 1)
+        visible_groups = (self.positions + 1) // ratio
+        allowed = torch.arange(total, device=self.device) < visible_groups.unsqueeze(-1)
+        if self.is_padded_right:  # a query in the padding must not see groups that it would complete itself
+            allowed = allowed & self.valid[:, columns[0]].all(-1)[:, None]
+        return GroupPlan(ids, columns, total, visible_groups, allowed)
+
+
+def _read_mask(
+    mask: torch.Tensor | None, length: int, past: int, is_cached: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Real tokens `[B, past + S]`, `None` if all are; first tokens `[B]` of the rows, `None` if all start at 0."""
+    if mask is None:
+        return None, None
+    if mask.shape[-1] != past + length or mask.ndim != 2:
+        raise ValueError(
+            f"`attention_mask` has the shape {tuple(mask.shape)}; cached and new tokens make {past + length} columns."
+        )
+    valid = mask.bool()
+    if bool(valid.all()):
+        return None, None
+    start = valid.int().argmax(-1)
+    if bool((valid[:, 1:] & ~valid[:, :-1]).sum(-1).gt(valid[:, 0].logical_not().int()).any()):
+        raise ValueError("`attention_mask` has holes: groups of neighbouring tokens are compressed. Pad at the ends.")
+    if not bool(valid[:, -1].all()):
+        if is_cached:
+            raise ValueError(
+                "`attention_mask` has padding on the right, which a cache cannot skip: pad prompts on the left."
+            )
+        if bool(start.any()):
+            raise ValueError("`attention_mask` has padding on the left and on the right: use one side.")
+        return valid, None
+    return valid, start
+
+
+@dataclass(frozen=True)
+class CompressedState:
+    """
+    What layers with a ratio hand on to those above, fresh in every forward.
+
+    Attributes:
+        keys (`[B, C, D]`): compressed keys, which are also the values.
+        index_keys (`[B, C, d]`): what the indexer compares queries with.
+        plan ([`GroupPlan`]): the groups.
+        selected (`[B, S, C]` bool): the choice of each query.
+        candidates (`[B, S, C]` bool, *optional*): what layers above may choose from.
+    """
+
+    keys: torch.Tensor
+    index_keys: torch.Tensor
+    plan: GroupPlan
+    selected: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
+
+
+class DeepseekV41CacheLayer(CacheLayerMixin):
+    """
+    Cache layer of one V4.1 layer: the columns of the last tokens (window keys, open groups' projections, token ids)
+    and the rows of all complete groups (compressed and index keys).
+
+    While it records, it keeps the columns of all tokens since the last `crop`, which is what `crop` can take back.
+    Groups need no record: those that are not complete any more are written anew.
+    """
+
+    _layer_type = COMPRESSED_SPARSE_ATTENTION
+    is_sliding = False
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.record_past = False
+        self.reset()
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def history(self, name: str) -> int:
+        """How many earlier tokens' columns are at hand."""
+        return self.columns[name].shape[1] if name in self.columns else 0
+
+    def append(self, name: str, new: torch.Tensor, keep: int) -> torch.Tensor:
+        """New tokens' columns `[B, S, ...]` behind the earlier ones; the last `keep` stay for the next forward."""
+        columns = torch.cat([self.columns[name], new], dim=1) if name in self.columns else new
+        self.keep[name] = keep
+        self.columns[name] = columns if self.record_past else columns[:, max(0, columns.shape[1] - keep) :]
+        return columns
+
+    def store(self, name: str, new: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
+        """Writes the rows `[B, n, ...]` of new groups to their places; returns all rows, `[B, C, ...]`."""
+        if name not in self.rows:
+            self.rows[name] = new
+        elif len(plan.ids) == 1:
+            self.rows[name] = torch.cat([self.rows[name][:, : plan.total - new.shape[1]], new], dim=1)
+        else:
+            # Rows of a batch complete different groups. What is not complete is overwritten before it is ever seen.
+            grown = plan.total + new.shape[1] - self.rows[name].shape[1]
+            rows = nn.functional.pad(self.rows[name], (0, 0, 0, max(0, grown)))
+            self.rows[name] = rows.scatter(1, plan.ids.unsqueeze(-1).expand(-1, -1, new.shape[-1]), new)
+        return self.rows[name][:, : plan.total]
+
+    def advance(self, length: int) -> None:
+        """Counts the tokens of a forward; called once by its layer."""
+        self.is_initialized = True
+        self.seen += length
+        self.recorded += length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Takes back the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: if `tokens_to_remove` is positive.
+            RuntimeError: if the cache does not record, or not that many tokens are recorded.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"`crop({tokens_to_remove})`: pass a negative number, the tokens to take back.")
+        if not self.record_past:
+            raise RuntimeError("`crop` needs `cache.activate_past_recording()` before the tokens it takes back.")
+        if -tokens_to_remove > self.recorded:
+            raise RuntimeError(
+                f"`crop({tokens_to_remove})` takes back more than the {self.recorded} tokens since the last `crop`."
+            )
+        self.seen += tokens_to_remove
+        self.recorded = 0
+        for name, columns in self.columns.items():
+            end = columns.shape[1] + tokens_to_remove
+            self.columns[name] = columns[:, max(0, end - self.keep[name]) : end]
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def reset(self) -> None:
+        self.columns: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, torch.Tensor] = {}
+        self.keep: dict[str, int] = {}
+        self.seen = self.recorded = 0
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the first forward brings its shapes along."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        raise TypeError("This cache layer belongs to DeepSeek V4.1, whose keys are their own values: see `append`.")
+
+    def offload(self) -> None:
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        raise NotImplementedError(
+            "The cache of DeepSeek V4.1 is not offloaded: it holds a window and compressed keys."
+        )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda tensor: tensor[indices])
+
+    def _map(self, change) -> None:
+        for tensors in (self.columns, self.rows):
+            for name in tensors:
+                tensors[name] = change(tensors[name])
+
+
+class Compressor(nn.Module):
+    """Compresses the tokens of a group into one latent; with a ratio above 1 a softmax over them, for each channel."""
+
+    def __init__(self, config: DeepseekV41TextConfig, ratio: int):
+        super().__init__()
+        self.ratio = ratio
+        self.wkv = Fp32Linear(config.hidden_size, config.head_dim)
+        self.norm = DeepseekV41RMSNorm(config.head_dim, config.rms_norm_eps)
+        if ratio > 1:
+            self.wgate = Fp32Linear(config.hidden_size, config.head_dim)
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, S, H]` -> what is kept of a token until its group is complete, `[B, S, D]` or `[B, S, 2 D]` fp32."""
+        if self.ratio == 1:
+            return nn.functional.linear(hidden_states, self.wkv.weight.to(hidden_states.dtype))
+        return torch.cat([self.wkv(hidden_states), self.wgate(hidden_states)], dim=-1)
+
+    def pool(self, columns: torch.Tensor, plan: GroupPlan, dtype: torch.dtype) -> torch.Tensor:
+        """Projections of earlier and new tokens -> latents `[B, n, D]` of the groups that are complete now."""
+        if len(plan.columns) == 1:
+            tokens = columns[:, plan.columns[0]]
+        else:
+            tokens = columns[torch.arange(len(columns), device=columns.device)[:, None, None], plan.columns]
+        if self.ratio == 1:
+            return self.norm(tokens.squeeze(2))
+        values, gates = tokens.chunk(2, dim=-1)
+        return self.norm((values * gates.softmax(dim=2)).sum(2).to(dtype))
+
+
+class Indexer(nn.Module):
+    """Chooses compressed keys for each query. Its parameters are frozen and it runs without gradient, as in V4.1."""
+
+    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        heads, width, source = config.index_n_heads, config.index_head_dim, config.candidate_source_layer_id
+        self.is_candidate_source = layer_idx == source
+        self.uses_candidates = 0 <= source < layer_idx
+        self.wq_b = nn.Linear(config.q_lora_rank, heads * width, bias=False)
+        self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        if config.is_full(layer_idx):
+            self.wk = nn.Linear(config.head_dim, width, bias=False)
+            self.k_norm = DeepseekV41RMSNorm(width, config.rms_norm_eps)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def keys(self, latents: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        """Latents `[B, n, D]` of new groups -> index keys `[B, n, d]`."""
+        return round_to_cache_format(rotate(self.k_norm(self.wk(latents)), rotations), "mxfp4")
+
+    @torch.no_grad()
+    def select(
+        self, hidden_states: torch.Tensor, latents: torch.Tensor, rotations: torch.Tensor, state: CompressedState
+    ) -> CompressedState:
+        """`[B, S, H]` input, `[B, S, r]` compressed queries -> the state with a choice of this layer's own."""
+        config, plan = self.config, state.plan
+        queries = rotate(self.wq_b(latents).unflatten(-1, (config.index_n_heads, -1)), rotations.unsqueeze(-2))
+        weights = self.weights_proj(hidden_states) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        scores = index_scores(round_to_cache_format(queries, "mxfp4"), state.index_keys, weights)
+        scores = scores.masked_fill(~plan.allowed, -math.inf)
+        if self.is_candidate_source:
+            blocks = (config.candidate_block_size, config.candidate_topk_blocks)
+            state = replace(state, candidates=candidate_blocks(scores, plan.visible_groups, *blocks))
+        elif self.uses_candidates:
+            scores = scores.masked_fill(~state.candidates, -math.inf)
+        return replace(state, selected=select_best(scores, config.index_topk))
+
+
+class DeepseekV41Attention(DeepseekV41WindowAttention):
+    """Window attention, and compressed keys beyond the window in layers with a compression ratio."""
+
+    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.ratio = config.compress_ratios[layer_idx]
+        if config.is_full(layer_idx):
+            self.compressor = Compressor(config, self.ratio)
+        if config.is_index_source(layer_idx):
+            self.indexer = Indexer(config, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        plan: TokenPlan,
+        state: CompressedState | None = None,
+        cache_layer: DeepseekV41CacheLayer | None = None,
+    ) -> tuple[torch.Tensor, CompressedState | None]:
+        """`[B, S, H]` normed input -> `[B, S, H]`, zero at padding, and the state for the layers above."""
+        rotations = plan.rotations[self.ratio > 0]
+        latents, queries = self.queries(hidden_states, rotations)
+        keys = self.keys(hidden_states, rotations)
+        if cache_layer is not None:
+            keys = cache_layer.append("window", keys, self.config.sliding_window - 1)
+        visible = plan.window(keys.shape[1])
+        if self.ratio:
+            if self.config.is_full(self.layer_idx):
+                state = self._compress(hidden_states, plan, cache_layer)
+            if self.config.is_index_source(self.layer_idx):
+                state = self.indexer.select(hidden_states, latents, rotations, state)
+            selected = state.selected.unsqueeze(1)
+            visible = torch.cat([visible.expand(len(selected), -1, -1, -1), selected], dim=-1)
+            keys = torch.cat([keys, state.keys], dim=1)
+        output = self.project_output(self.attend(queries, keys, visible), rotations)
+        if plan.new_valid is not None:
+            output = output.masked_fill(~plan.new_valid.unsqueeze(-1), 0.0)
+        return output, state
+
+    def _compress(
+        self, hidden_states: torch.Tensor, plan: TokenPlan, cache_layer: DeepseekV41CacheLayer | None
+    ) -> CompressedState:
+        columns, history = self.compressor.project(hidden_states), 0
+        if cache_layer is not None:
+            history = cache_layer.history("open groups")
+            columns = cache_layer.append("open groups", columns, self.ratio - 1)
+        groups = plan.groups(self.ratio, history)
+        latents = self.compressor.pool(columns, groups, hidden_states.dtype)
+        rotations = plan.group_rotations(groups, self.ratio)
+        keys = round_to_cache_format(rotate(latents, rotations), "nvfp4")
+        index_keys = self.indexer.keys(latents, rotations)
+        if cache_layer is not None:
+            keys = cache_layer.store("keys", keys, groups)
+            index_keys = cache_layer.store("index keys", index_keys, groups)
+        return CompressedState(keys, index_keys, groups)
