@@ -1,5 +1,7 @@
 # `make test` and `make demo` need Python 3.11 or newer and nothing else: the environment is made in .venv.
 PYTHON ?= python3
+# Of `make demo`: dflash for the embedded Kimi K3, dspark for the embedded DeepSeek V4.1.
+DRAFT ?= dflash
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
@@ -23,7 +25,7 @@ test: lint
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
-	$(VENV)/bin/python -m examples.kimi_k3_chitchat.demo
+	$(VENV)/bin/python -m examples.chitchat.demo --draft $(DRAFT)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

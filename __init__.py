@@ -5,6 +5,11 @@ from importlib import import_module
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+from .configuration.configuration_deepseek_v41 import DeepseekV41Config, DeepseekV41TextConfig
+from .configuration.configuration_deepseek_v41_dspark import (
+    DeepseekV41DSparkConfig,
+    build_deepseek_v41_dspark_draft_config,
+)
 from .configuration.configuration_draft import build_target_layer_ids, propose_mask_token_ids, target_record
 from .configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .configuration.configuration_kimi_k3_dflash import (
@@ -13,6 +18,9 @@ from .configuration.configuration_kimi_k3_dflash import (
     build_kimi_k3_dflash_target_kwargs,
 )
 from .modeling.block_decoding import block_decode
+from .modeling.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
+from .modeling.modeling_deepseek_v41 import DeepseekV41ForCausalLM, DeepseekV41Model
+from .modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from .modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
 from .modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from .modeling.target_features import capture_features
@@ -20,9 +28,22 @@ from .modeling.target_features import capture_features
 __version__ = "0.1.0"
 
 # Training pulls in datasets and matplotlib: imported when asked for.
-_TRAINER = {"DraftTrainer": "draft_trainer", "DraftTrainingArguments": "training_args"}
+_TRAINER = {
+    "DSparkTrainer": "dspark_trainer",
+    "DraftTrainer": "draft_trainer",
+    "DraftTrainingArguments": "training_args",
+}
 
 __all__ = [
+    "ConfidenceThreshold",
+    "CostTable",
+    "DSparkTrainer",
+    "DeepseekV41Config",
+    "DeepseekV41DSparkConfig",
+    "DeepseekV41DSparkModel",
+    "DeepseekV41ForCausalLM",
+    "DeepseekV41Model",
+    "DeepseekV41TextConfig",
     "DraftTrainer",
     "DraftTrainingArguments",
     "KimiK3Config",
@@ -32,22 +53,38 @@ __all__ = [
     "KimiK3Model",
     "KimiK3TextConfig",
     "block_decode",
+    "build_deepseek_v41_dspark_draft_config",
     "build_kimi_k3_dflash_draft_config",
     "build_kimi_k3_dflash_target_kwargs",
     "build_target_layer_ids",
     "capture_features",
+    "measure_cost_table",
     "propose_mask_token_ids",
     "target_record",
 ]
 
-AutoConfig.register("kimi_k3", KimiK3Config, exist_ok=True)
-AutoConfig.register("kimi_k3_text", KimiK3TextConfig, exist_ok=True)
-AutoConfig.register("kimi_k3_dflash", KimiK3DFlashConfig, exist_ok=True)
-AutoModel.register(KimiK3DFlashConfig, KimiK3DFlashDraftModel, exist_ok=True)
-AutoModel.register(KimiK3TextConfig, KimiK3Model, exist_ok=True)
+for config in (
+    DeepseekV41Config,
+    DeepseekV41TextConfig,
+    DeepseekV41DSparkConfig,
+    KimiK3Config,
+    KimiK3TextConfig,
+    KimiK3DFlashConfig,
+):
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+for config, model in (
+    (DeepseekV41DSparkConfig, DeepseekV41DSparkModel),
+    (DeepseekV41TextConfig, DeepseekV41Model),
+    (KimiK3DFlashConfig, KimiK3DFlashDraftModel),
+    (KimiK3TextConfig, KimiK3Model),
+):
+    AutoModel.register(config, model, exist_ok=True)
+AutoModelForCausalLM.register(DeepseekV41TextConfig, DeepseekV41ForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
 # A multimodal checkpoint opens as its text model: the Auto classes go over to the text configuration.
+MODEL_MAPPING.register(DeepseekV41Config, DeepseekV41Model, exist_ok=True)
 MODEL_MAPPING.register(KimiK3Config, KimiK3Model, exist_ok=True)
+MODEL_FOR_CAUSAL_LM_MAPPING.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
 MODEL_FOR_CAUSAL_LM_MAPPING.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)
 
 

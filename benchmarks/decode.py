@@ -19,7 +19,7 @@ from blockdraft.trainer.commands import load_draft, load_target, new_draft
 from blockdraft.trainer.decoding_report import markdown_table
 from blockdraft.trainer.evaluation import evaluate_decoding
 
-EXAMPLE_TARGET = Path(__file__).parents[1] / "examples" / "kimi_k3_chitchat" / "target"
+EXAMPLE_TARGET = Path(__file__).parents[1] / "examples" / "chitchat" / "targets" / "kimi_k3"
 VERIFIED = (1, 2, 4, 6, 8, 12, 16)
 
 

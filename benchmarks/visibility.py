@@ -20,7 +20,8 @@ from transformers import set_seed
 from blockdraft.trainer.commands import load_target
 from blockdraft.trainer.decoding_report import markdown_table
 from blockdraft.trainer.evaluation import evaluate_decoding, held_out_prompts
-from examples.kimi_k3_chitchat.demo import SIZES, TARGET_DIR, train
+from examples.chitchat.demo import DEMOS, train
+from examples.chitchat.target_model import target_dir
 
 # (is_causal, sliding_window)
 RULES = [(False, None), (True, None), (True, 32), (True, 8), (True, 4), (False, 8)]
@@ -28,20 +29,22 @@ RULES = [(False, None), (True, None), (True, 32), (True, 8), (True, 4), (False, 
 
 def tau(rule: tuple[bool, int | None], seed: int, max_steps: int, answers: Path, prompts: int) -> float:
     """Tau without looping answers of the demo's draft, trained from `seed` for `max_steps` under a rule."""
+    demo = DEMOS["dflash"]
+    shape = demo.shape | {"is_causal": rule[0], "sliding_window": rule[1]}
+    demo = replace(demo, seed=seed, max_steps=max_steps, shape=shape)
     set_seed(seed)
-    target, tokenizer = load_target(TARGET_DIR, dtype="float32")
-    sizes = replace(SIZES, seed=seed, max_steps=max_steps, is_causal=rule[0], sliding_window=rule[1])
+    target, tokenizer = load_target(str(target_dir(demo.target)), dtype="float32")
     files = (answers / name for name in ("train_answers.jsonl", "eval_answers.jsonl"))
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer = train(target, tokenizer, *files, Path(output_dir), sizes)
+        trainer = train(target, tokenizer, *files, Path(output_dir), demo)
     rows = held_out_prompts(trainer.eval_dataset, prompts)
-    report = evaluate_decoding(target, trainer.model, rows, sizes.max_new_tokens, compare_with_plain=False)
+    report = evaluate_decoding(target, trainer.model, rows, demo.max_new_tokens, compare_with_plain=False)
     return report.tau_without_loops
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, default=Path("runs/kimi_k3_chitchat"))
+    parser.add_argument("--answers", type=Path, default=Path("runs/chitchat_dflash"))
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--prompts", type=int, default=32)

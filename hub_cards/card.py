@@ -8,15 +8,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
+from ..configuration.configuration_draft import ANCHOR_FIRST, ATTENTION_INPUT_MEAN
 from ..modeling.atomic_save import staged_directory
 
 TEMPLATE = Path(__file__).parent / "draft_card.md"
 TRANSFORMERS_VERSION = "5.24"
 TAGS = ["speculative-decoding", "draft-model", "blockdraft"]
-KIMI_K3_TYPES = ("kimi_k3", "kimi_k3_text")
-ENGINES = {
-    "kimi_k3_dflash": "vLLM 0.33.0 and SGLang 0.5.23 do not serve MLA drafts without rotary embedding.",
-}
+V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
+OWN_TARGET_TYPES = ("kimi_k3", "kimi_k3_text", *V41_TYPES)
 
 
 def write_card(
@@ -70,9 +69,10 @@ def make_card(
         target_name=f"`{base_model}`" if base_model else f"a {target.get('architecture', 'causal')} language model",
         target_id=base_model or "path/to/the/target",
         revision=f', revision="{revision}"' if revision else "",
-        needs_blockdraft=target.get("model_type") in KIMI_K3_TYPES,
+        needs_blockdraft=target.get("model_type") in OWN_TARGET_TYPES,
+        native_path=config.slot_layout != ANCHOR_FIRST,
         transformers_version=TRANSFORMERS_VERSION,
-        drafted=config.block_size - 1,
+        drafted=config.num_drafted,
         facts=_facts(config, revision),
         objective=_table(config.objective),
         training=_table(config.training),
@@ -93,17 +93,42 @@ def is_hub_id(name: str) -> bool:
 
 
 def _facts(config: PreTrainedConfig, revision: str | None) -> dict[str, str]:
+    captured = "what enters their attention, the mean over its streams"
+    if config.capture_point != ATTENTION_INPUT_MEAN:
+        captured = "their outputs"
+    slots = f"the last known token and {config.num_drafted} proposals"
+    if config.slot_layout == ANCHOR_FIRST:
+        slots = "the first slot reads the last known token, every slot proposes the token after its own"
     facts = {
         "draft layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
-        "block size": f"{config.block_size} (the last known token and {config.block_size - 1} proposals)",
-        "target layers read": f"{config.target_layer_ids} of {config.num_target_layers}, zero-based, their outputs",
+        "block size": f"{config.block_size} ({slots})",
+        "target layers read": f"{config.target_layer_ids} of {config.num_target_layers}, zero-based, {captured}",
         "mask token id": config.mask_token_id,
         "within the block": "each slot sees the earlier ones" if config.is_causal else "all slots see each other",
         "context window": config.sliding_window or "whole context",
         "target revision": revision,
     }
+    if config.model_type == "deepseek_v41_dspark":
+        facts |= _dspark_facts(config)
     return {name: _cell(value) for name, value in facts.items() if value is not None}
+
+
+def _dspark_facts(config: PreTrainedConfig) -> dict[str, str]:
+    """What only a DSpark draft has."""
+    confidence = temperatures = None
+    if config.confidence_head:
+        where = "after" if config.confidence_input == "post_norm" else "before"
+        confidence = f"reads the state {where} the final norm (`{config.confidence_input}`)"
+        fitted = config.confidence_temperatures
+        temperatures = ", ".join(f"{value:.3g}" for value in fitted) if fitted else "not calibrated"
+    return {
+        "experts": f"{config.n_routed_experts} in each layer, {config.num_experts_per_tok} of them and a shared one a "
+        "token",
+        "Markov head": f"rank {config.markov_rank}" if config.markov_rank else "none",
+        "confidence head": confidence or "none",
+        "confidence temperatures by slot": temperatures,
+    }
 
 
 def _limits(config: PreTrainedConfig) -> list[str]:
@@ -118,10 +143,33 @@ def _limits(config: PreTrainedConfig) -> list[str]:
             "It was trained on blocks with at least two known tokens (variable prefix), while "
             '`speculation_type="dflash"` gives it one: use `block_decode`, or fewer tokens are accepted.'
         )
-    if config.model_type == "kimi_k3_dflash" and not config.is_causal and config.sliding_window is None:
-        limits.append("Its masked slots carry no position, so all of them propose the same token.")
-    if config.model_type in ENGINES:
-        limits.append(ENGINES[config.model_type])
+    if config.model_type == "kimi_k3_dflash":
+        if not config.is_causal and config.sliding_window is None:
+            limits.append("Its masked slots carry no position, so all of them propose the same token.")
+        limits.append("vLLM 0.33.0 and SGLang 0.5.23 do not serve MLA drafts without rotary embedding.")
+    if config.model_type == "deepseek_v41_dspark":
+        limits += _dspark_limits(config)
+    return limits
+
+
+def _dspark_limits(config: PreTrainedConfig) -> list[str]:
+    limits = [
+        '`speculation_type="dflash"` of transformers reads another slot layout: with it, hardly a token is accepted.'
+    ]
+    if config.confidence_head and not config.confidence_temperatures:
+        limits.append("Its confidence is not calibrated: `blockdraft calibrate` fits a temperature for each slot.")
+    if (config.target or {}).get("model_type") not in V41_TYPES:
+        limits.append("vLLM 0.33.0 and SGLang 0.5.23 serve such a draft for DeepSeek V4.1 targets only.")
+        return limits
+    limits.append(
+        "vLLM 0.33.0 and SGLang 0.5.23 read it from the target's own checkpoint: `blockdraft export --format deepseek "
+        "--into TARGET_DIR` puts it there."
+    )
+    if config.confidence_head and config.confidence_input == "post_norm":
+        limits.append(
+            "Both give the confidence head the state before the final norm, this one reads the state after it: leave "
+            "adaptive verification off there."
+        )
     return limits
 
 

@@ -10,6 +10,7 @@ A padded block (`block_keep_mask` False) sees only itself, so no row of a mask i
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,58 @@ def document_ids_from_lengths(document_lengths: Tensor, context_length: int) -> 
     ends = document_lengths.cumsum(-1)
     positions = torch.arange(context_length, device=document_lengths.device)
     return (ends[:, None, :] <= positions[None, :, None]).sum(-1)
+
+
+def block_position_ids(anchor_positions: Tensor, context_length: int, block_size: int) -> Tensor:
+    """Positions of `[context | blocks]`: slot j of the block at anchor a stands at a + j.
+
+    Args:
+        anchor_positions (`[B, N]` int64): anchors, 0 for padded blocks.
+        context_length (`int`): S.
+        block_size (`int`): slots of a block.
+
+    Returns:
+        `[B, S + N * block_size]` int64.
+    """
+    device = anchor_positions.device
+    context = torch.arange(context_length, device=device).expand(len(anchor_positions), -1)
+    blocks = anchor_positions[..., None] + torch.arange(block_size, device=device)
+    return torch.cat([context, blocks.flatten(1)], dim=1)
+
+
+class ContextWindows(NamedTuple):
+    """The context rows that each block may see, where all of its slots see the same ones.
+
+    Attributes:
+        rows (`[B, N, W]` int64): context rows, clamped into the context.
+        visible (`[B, N, W]` bool): which of them the block sees.
+    """
+
+    rows: Tensor
+    visible: Tensor
+
+
+def context_windows(
+    anchor_positions: Tensor,
+    block_keep_mask: Tensor,
+    context_length: int,
+    sliding_window: int,
+    document_ids: Tensor | None = None,
+) -> ContextWindows:
+    """The rule of [`block_mask_mod`] with `window_per_query=False`, as row numbers instead of a mask over all rows.
+
+    A block's attention then costs W + block_size keys, whatever the context and the number of blocks.
+
+    Args: those of [`block_mask_mod`].
+    """
+    width = min(sliding_window, context_length)
+    rows = anchor_positions[..., None] + torch.arange(-width, 0, device=anchor_positions.device)
+    visible = block_keep_mask[..., None] & (rows >= 0)
+    rows = rows.clamp(min=0)
+    if document_ids is not None:
+        documents = document_ids.gather(1, rows.flatten(1)).view_as(rows)
+        visible = visible & (documents == document_ids.gather(1, anchor_positions)[..., None])
+    return ContextWindows(rows, visible)
 
 
 def block_mask_mod(

@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer, TokenPlan
+from .conversion_deepseek_v41 import register_deepseek_v41_conversion
 from .deepseek_v41_layers import (
     DeepseekV41HyperConnection,
     DeepseekV41MoE,
@@ -102,6 +103,13 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):
         "lm_head",
     ]
     _keys_to_ignore_on_load_unexpected = [r"^mtp\.", r"^vision\.", r"^aligner\.", r"^image_(start|end|newline)"]
+
+    def __init__(self, config: DeepseekV41TextConfig):
+        super().__init__(config)
+        if beyond := [str(layer) for layer in range(config.num_hidden_layers, len(config.compress_ratios))]:
+            # A model that was made shorter than its checkpoint leaves the other layers there.
+            names = rf"layers\.({'|'.join(beyond)})\."
+            self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, names]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -260,3 +268,6 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+
+register_deepseek_v41_conversion()

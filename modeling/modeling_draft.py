@@ -17,7 +17,12 @@ from ..configuration.configuration_draft import DraftConfig
 from .atomic_save import staged_directory
 from .remote_code import write_remote_code
 
-SEED_NAMES = {"noise_embedding": "noise_embeds", "target_hidden": "context_hidden_states"}
+SEED_NAMES = {
+    "noise_embedding": "noise_embeds",
+    "noise_embeddings": "noise_embeds",
+    "target_hidden": "context_hidden_states",
+    "target_hidden_states": "context_hidden_states",
+}
 PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
@@ -41,9 +46,14 @@ class DraftPreTrainedModel(PreTrainedModel):
     Base of the drafts. A draft owns neither an embedding table nor an LM head: it reads blocks that were embedded with
     the target's embedding ([`~DraftPreTrainedModel.embed_block`]), and the target's head turns its hidden states into
     logits ([`~DraftPreTrainedModel.compute_logits`]).
+
+    A draft may have a `markov_head`, which biases each slot's logits by the token before it, and a `confidence_head`,
+    which says how likely a slot's token is to be accepted. They are `None` where it has not.
     """
 
     config: DraftConfig
+    markov_head: nn.Module | None = None
+    confidence_head: nn.Module | None = None
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True

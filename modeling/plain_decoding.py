@@ -44,13 +44,18 @@ class BlockDecodeOutput(ModelOutput):
         sequences: `[1, prompt + new tokens]` int64.
         accepted_lengths: tokens committed by each verification round, the bonus included, the prefill's token and
             anything after a stop or limit excluded: their mean is tau.
-        seconds: `target` (prefill and verification forwards), `draft` (draft forwards with their LM head) and `total`
-            (the whole loop). Device time on CUDA, wall-clock elsewhere.
+        verified_lengths: tokens that each verification round ran through the target, the anchor included.
+        confidence_logits: of each round, one raw logit for every drafted token, whether verified or not: before
+            temperatures and sigmoid. `None` for a draft without a confidence head.
+        seconds: `target` (prefill and verification forwards), `draft` (draft forwards and the choice of their tokens)
+            and `total` (the whole loop). Device time on CUDA, wall-clock elsewhere.
         cache: the target's cache; it covers all but the last token.
     """
 
     sequences: torch.LongTensor | None = None
     accepted_lengths: list[int] | None = None
+    verified_lengths: list[int] | None = None
+    confidence_logits: list[list[float]] | None = None
     seconds: dict[str, float] | None = None
     cache: Cache | None = None
 
@@ -172,15 +177,11 @@ class TokenSequence:
         self.tokens[:, self.length] = token
         return self.commit(token.tolist())
 
-    def result(
-        self, accepted_lengths: list[int], stopwatch: Stopwatch, cache: Cache, return_dict: bool
-    ) -> BlockDecodeOutput | torch.LongTensor:
+    def finish(self) -> torch.LongTensor:
+        """Ends the stream. Returns `[1, length]`, an ordinary tensor outside inference mode."""
         if self._streamer is not None:
             self._streamer.end()
-        sequences = self.tokens[:, : self.length].clone()  # outside inference mode, so an ordinary tensor
-        if not return_dict:
-            return sequences
-        return BlockDecodeOutput(sequences, accepted_lengths, stopwatch.seconds(), cache)
+        return self.tokens[:, : self.length].clone()
 
 
 class CachedTarget:
@@ -246,7 +247,7 @@ def plain_decode(
 ) -> BlockDecodeOutput | torch.LongTensor:
     """The same loop without a draft, one token a forward: the honest baseline of a speed-up, beside `generate` itself.
 
-    Called like [`block_decode`]; `accepted_lengths` of its output is empty.
+    Called like [`block_decode`]; its output counts no rounds.
     """
     if stopping_criteria is None:
         return model.generate(
@@ -266,4 +267,7 @@ def plain_decode(
         while not sequence.finished:
             anchor = sequence.length - 1
             sequence.commit_next(target.forward(sequence.tokens[:, anchor : sequence.length], anchor))
-    return sequence.result([], stopwatch, target.cache, generation_config.return_dict_in_generate)
+    sequences = sequence.finish()
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return BlockDecodeOutput(sequences, [], [], None, stopwatch.seconds(), target.cache)

@@ -1,8 +1,8 @@
 """Hidden states of a frozen target, captured with forward hooks: what a block-parallel draft reads as context.
 
-A draft names zero-based decoder layers whose *outputs* it wants (`hidden_states[i + 1]` in transformers' numbering).
-Hooks read them where they are made, whatever the architecture, and never confuse the last layer's output with the
-final normed state.
+A draft names zero-based decoder layers and a point in them: mostly their *outputs* (`hidden_states[i + 1]` in
+transformers' numbering). Hooks read them where they are made, whatever the architecture, and never confuse the last
+layer's output with the final normed state.
 """
 
 import threading
@@ -11,7 +11,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+
+from ..configuration.configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -53,11 +56,11 @@ class FeatureCapture:
         self._layer_ids = list(layer_ids)
         self._stop_after = max(layer_ids) if stop_after_last else None
         self._thread = threading.get_ident()
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._captured: dict[int, torch.Tensor] = {}
 
     def run(self, *args, **kwargs):
         """Calls the target. Returns its output, or `None` where `stop_after_last` ended the forward."""
-        self._outputs.clear()
+        self._captured.clear()
         try:
             return self._target(*args, **kwargs)
         except _LastLayerReached:
@@ -75,29 +78,39 @@ class FeatureCapture:
         Raises:
             RuntimeError: if no target forward ran since the last call.
         """
-        if not self._outputs:
+        if not self._captured:
             raise RuntimeError("No features: the target has not run in this thread since they were last read.")
-        outputs, self._outputs = self._outputs, {}
-        device = device or outputs[self._layer_ids[0]].device
-        return torch.cat([outputs[layer_id].to(device) for layer_id in self._layer_ids], dim=-1)
+        captured, self._captured = self._captured, {}
+        device = device or captured[self._layer_ids[0]].device
+        return torch.cat([captured[layer_id].to(device) for layer_id in self._layer_ids], dim=-1)
 
-    def _hook(self, layer_id: int):
-        def keep_output(module, args, output):
-            # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
-            if threading.get_ident() != self._thread:
-                return
-            self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+    def register(self, layer: nn.Module, layer_id: int, capture_point: str) -> RemovableHandle:
+        """Hooks one layer; the handle removes the hook."""
+
+        def keep(hidden_states: torch.Tensor):
+            self._captured[layer_id] = hidden_states
             if layer_id == self._stop_after:
                 raise _LastLayerReached
 
-        return keep_output
+        # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
+        def keep_output(module, args, output):
+            if threading.get_ident() == self._thread:
+                keep(output[0] if isinstance(output, tuple) else output)
+
+        def keep_mean_of_streams(module, args):
+            if threading.get_ident() == self._thread:
+                keep(args[0].mean(dim=2))
+
+        if capture_point == LAYER_OUTPUT:
+            return layer.register_forward_hook(keep_output)
+        return layer.attn_hc.register_forward_pre_hook(keep_mean_of_streams)
 
 
 @contextmanager
 def capture_features(
     target: PreTrainedModel,
     layer_ids: Sequence[int],
-    capture_point: str = "layer_output",
+    capture_point: str = LAYER_OUTPUT,
     stop_after_last: bool = False,
 ) -> Iterator[FeatureCapture]:
     """Captures hidden states of a target's decoder layers while the context is open; the hooks go when it closes.
@@ -111,22 +124,33 @@ def capture_features(
     Args:
         target: the frozen causal LM.
         layer_ids: zero-based decoder layers, in the order of concatenation (repetitions allowed).
-        capture_point: `"layer_output"`: the first element of what the layer returns.
-        stop_after_last: end the target's forward after the highest of `layer_ids`: no later layer, no LM head. For
-            use with [`FeatureCapture.run`].
+        capture_point: `"layer_output"`: the first element of what the layer returns; `"attention_input_mean"`: the
+            mean over the hyper-connection streams of what enters the layer's `attn_hc`, after its Engram (DeepSeek
+            V4.1's own features).
+        stop_after_last: end the target's forward at the capture point of the highest of `layer_ids`: nothing after
+            it, no LM head. For use with [`FeatureCapture.run`].
 
     Raises:
-        ValueError: for an unknown `capture_point`, empty `layer_ids` or one outside the target.
+        ValueError: for an unknown `capture_point` or one that the target lacks, empty `layer_ids` or one outside the
+            target.
     """
-    if capture_point != "layer_output":
-        raise ValueError(f"`capture_point`={capture_point!r} is not supported, use 'layer_output'.")
+    if capture_point not in (LAYER_OUTPUT, ATTENTION_INPUT_MEAN):
+        raise ValueError(
+            f"`capture_point`={capture_point!r} is unknown: use {LAYER_OUTPUT!r} or {ATTENTION_INPUT_MEAN!r}."
+        )
     layers = decoder_layers(target)
+    has_streams = all(hasattr(layer, "attn_hc") for layer in layers)
+    if has_streams != (capture_point == ATTENTION_INPUT_MEAN):
+        raise ValueError(
+            f"`capture_point`={capture_point!r} does not fit {type(target).__name__}: layers with hyper-connections "
+            f"have no single output and take {ATTENTION_INPUT_MEAN!r}, all others {LAYER_OUTPUT!r}."
+        )
     if not layer_ids or not all(0 <= layer_id < len(layers) for layer_id in layer_ids):
         raise ValueError(
             f"`target_layer_ids`={list(layer_ids)} must name at least one of the target's layers 0..{len(layers) - 1}."
         )
     capture = FeatureCapture(target, layer_ids, stop_after_last)
-    handles = [layers[layer_id].register_forward_hook(capture._hook(layer_id)) for layer_id in sorted(set(layer_ids))]
+    handles = [capture.register(layers[layer_id], layer_id, capture_point) for layer_id in sorted(set(layer_ids))]
     try:
         yield capture
     finally:

@@ -1,6 +1,7 @@
 """Tiny targets with random weights, and drafts for them, for the tests of features and decoding."""
 
 import torch
+from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -12,8 +13,12 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from blockdraft.modeling.modeling_deepseek_v41 import DeepseekV41ForCausalLM
+from blockdraft.modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
 from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
@@ -77,12 +82,58 @@ def tiny_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**COMMON, n_embd=32, n_layer=6, n_head=4))
 
 
+def tiny_v41(seed: int = 0) -> DeepseekV41ForCausalLM:
+    """A window layer, every kind of compressed layer at ratios 2 and 1, candidates, Engram in two layers."""
+    torch.manual_seed(seed)
+    target = DeepseekV41ForCausalLM(
+        DeepseekV41TextConfig(
+            **COMMON,
+            hidden_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=7,
+            num_attention_heads=4,
+            head_dim=16,
+            qk_rope_head_dim=8,
+            q_lora_rank=16,
+            o_lora_rank=8,
+            o_groups=2,
+            rms_norm_eps=1e-6,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=6,
+            compress_ratios=[0, 2, 2, 2, 1, 1, 1, 0, 0, 0],
+            kv_source_layer_ids=[1, 4],
+            index_source_layer_ids=[1, 3, 4, 5],
+            index_n_heads=2,
+            index_head_dim=8,
+            index_topk=4,
+            candidate_source_layer_id=4,
+            candidate_topk_blocks=3,
+            candidate_block_size=3,
+            hc_mult=2,
+            hc_sinkhorn_iters=4,
+            engram_layer_ids=[1, 4],
+            engram_vocab_size=29,
+            engram_n_heads=2,
+            engram_head_dim=6,
+            engram_max_ngram_size=3,
+            engram_pad_token_id=0,
+            engram_compressed_vocab_size=VOCAB_SIZE,
+            engram_num_embeddings=[200, 240],
+        )
+    )
+    target.model.engram_hash.set_token_map(torch.arange(VOCAB_SIZE))
+    return target.eval()
+
+
 TARGETS = {"qwen3": tiny_qwen3, "k3": tiny_k3, "gemma3": tiny_gemma3, "gpt2": tiny_gpt2}
+# Those with hyper-connections have features of their own kind, which a DFlash draft does not read.
+ALL_TARGETS = TARGETS | {"v41": tiny_v41}
 
 
 def build_target(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return TARGETS[name]().eval()
+    return ALL_TARGETS[name]().eval()
 
 
 def draft_config(model: PreTrainedModel, **settings) -> KimiK3DFlashConfig:
@@ -93,6 +144,39 @@ def draft_config(model: PreTrainedModel, **settings) -> KimiK3DFlashConfig:
 def build_draft(model: PreTrainedModel, **settings) -> KimiK3DFlashDraftModel:
     """The real draft, untrained."""
     return KimiK3DFlashDraftModel(draft_config(model, **settings)).eval()
+
+
+def build_dspark_draft(model: PreTrainedModel, **settings) -> DeepseekV41DSparkModel:
+    """The real one, untrained: anchor first, with a Markov head strong enough to decide, and a confidence head."""
+    torch.manual_seed(1)
+    defaults = {
+        "mask_token_id": MASK,
+        "num_draft_layers": 1,
+        "block_size": 8,
+        "target_layer_ids": LAYER_IDS,
+        "markov_rank": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
+        "initializer_range": 0.6,
+    }
+    return DeepseekV41DSparkModel(
+        DeepseekV41DSparkConfig.from_target_config(model.config, **(defaults | settings))
+    ).eval()
+
+
+def reveal(draft: PreTrainedModel, target: PreTrainedModel, answer: torch.LongTensor, fault_every: int = 5):
+    """Makes an anchor-first draft propose a known answer, with a fault at each position that `fault_every` divides."""
+    head = nn.functional.normalize(target.get_output_embeddings().weight.detach(), dim=-1)
+
+    def replace(module, args, kwargs, output):
+        positions = kwargs["position_ids"][0, -kwargs["noise_embeds"].shape[1] :] + 1
+        tokens = answer[0, positions.clamp(max=answer.shape[1] - 1)]
+        tokens = torch.where(positions % fault_every == 0, (tokens + 1) % MASK, tokens)
+        output.last_hidden_state = 1e3 * head[tokens][None]
+        return output
+
+    draft.register_forward_hook(replace, with_kwargs=True)
+    return draft
 
 
 class PartlyRightDraft(KimiK3DFlashDraftModel):

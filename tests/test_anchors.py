@@ -5,6 +5,7 @@ import torch
 
 from blockdraft.modeling.block_attention import document_ids_from_lengths
 from blockdraft.trainer.anchors import (
+    document_positions,
     document_remaining,
     legal_anchors,
     prefix_length_probabilities,
@@ -75,6 +76,23 @@ def test_document_remaining_equals_reference(golden):
     ids = document_ids_from_lengths(reference["in.seq_lens"], remaining.shape[1])
     lengths = torch.tensor([23, 20])  # row 1 ends in padding, which its last document holds and does not count
     assert torch.equal(document_remaining(ids, lengths), remaining)
+
+
+def test_positions_restart_with_each_document():
+    ids = torch.tensor([[1, 1, 2, 2, 2, 0], [4, 5, 5, 0, 0, 0]])
+    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 0, 1, 2]]
+
+
+def test_width_pads_to_exactly_that_many():
+    legal = torch.zeros(2, 7, dtype=torch.bool)
+    legal[0, 2:6] = True
+    anchors = sample_anchors(legal, 3, 0, 0, [0, 1], width=5)
+    assert anchors.keep.tolist() == [[True] * 3 + [False] * 2, [False] * 5]
+    assert not anchors.positions[~anchors.keep].any()
+    narrow = sample_anchors(legal, 3, 0, 0, [0, 1])
+    assert torch.equal(narrow.positions, anchors.positions[:, :3])
+    with pytest.raises(ValueError, match="width"):
+        sample_anchors(legal, 6, 0, 0, [0, 1], width=5)
 
 
 def test_draw_ignores_batch_mates_order_padding_and_global_state(rows):

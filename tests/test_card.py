@@ -5,6 +5,7 @@ import re
 
 import pytest
 import yaml
+from deepseek_v41_dspark_models import tiny_dspark
 from draft_models import tiny_draft
 from huggingface_hub import ModelCard
 
@@ -26,6 +27,10 @@ METRICS = {"chat": {"tau": 2.34567, "speed-up": 1.5}, "code": {"tau": 3.0, "prom
 
 def config(**settings):
     return tiny_draft(**({"target": TARGET} | RECIPE | settings)).config
+
+
+def dspark_config(**settings):
+    return tiny_dspark(**({"target": TARGET} | RECIPE | settings)).config
 
 
 def metadata(card):
@@ -100,9 +105,45 @@ def test_limits_name_what_the_native_path_does_not_do():
     assert "at least two known tokens" in make_card(config(objective={"name": "variable_prefix"}))
 
 
-def test_no_blank_template_marks_are_left():
+def test_dspark_card_says_what_only_it_has_and_how_to_decode():
+    v41 = TARGET | {"model_type": "deepseek_v41_text", "architecture": "DeepseekV41ForCausalLM"}
+    card = make_card(dspark_config(target=v41, confidence_temperatures=[1.0, 1.25, 1.5, 2.0]), METRICS)
+    for text in (
+        "it proposes\n4 tokens in one forward",
+        "| block size | 4 (the first slot reads the last known token, every slot proposes the token after its own) |",
+        "| context window | 6 |",
+        "| experts | 5 in each layer, 2 of them and a shared one a token |",
+        "| Markov head | rank 8 |",
+        "| confidence head | reads the state after the final norm (`post_norm`) |",
+        "| confidence temperatures by slot | 1, 1.25, 1.5, 2 |",
+        "- Both give the confidence head the state before the final norm",
+        "blockdraft export --format deepseek --into TARGET_DIR",
+    ):
+        assert text in card, text
+    assert metadata(card)["tags"][-1] == "deepseek_v41_dspark"
+    (code,) = code_blocks(card)
+    ast.parse(code)
+    assert code.startswith("from blockdraft import block_decode\n") and "custom_generate=block_decode" in code
+    assert "speculation_type" not in code
+
+
+def test_dspark_limits_follow_the_draft():
+    card = make_card(dspark_config())
+    assert "not calibrated" in card and "`blockdraft calibrate`" in card
+    assert "for DeepSeek V4.1 targets only" in card
+    pre_norm = make_card(dspark_config(confidence_input="pre_norm", target={"model_type": "deepseek_v41_text"}))
+    assert "the state before the final norm (`pre_norm`)" in pre_norm and "Both give" not in pre_norm
+    bare = make_card(dspark_config(markov_rank=None))
+    assert "| Markov head | none |" in bare and "| confidence head | none |" in bare
+    assert "temperatures" not in bare and "calibrated" not in bare
+    captured = make_card(dspark_config(capture_point="attention_input_mean"))
+    assert "[3, 5] of 6, zero-based, what enters their attention, the mean over its streams" in captured
+
+
+@pytest.mark.parametrize("make_config", [config, dspark_config])
+def test_no_blank_template_marks_are_left(make_config):
     for metrics in (None, METRICS):
-        card = make_card(config(), metrics)
+        card = make_card(make_config(), metrics)
         assert "{{" not in card and "{%" not in card and "\n\n\n" not in card and "None" not in card
 
 

@@ -1,9 +1,11 @@
-"""The embedded chat target's corpus, tokenizer and loop detector."""
+"""The embedded chat targets: corpus, tokenizer, shapes, cards, and the loop detector."""
 
 import pytest
+import torch
 
+from blockdraft.trainer.commands import DRAFT_TYPES
 from blockdraft.trainer.text_loops import is_looping
-from examples.kimi_k3_chitchat.corpus import (
+from examples.chitchat.corpus import (
     Conversation,
     as_messages,
     chat_rows,
@@ -15,7 +17,10 @@ from examples.kimi_k3_chitchat.corpus import (
     prompts,
     split,
 )
-from examples.kimi_k3_chitchat.train_tokenizer import RESERVED, train_tokenizer
+from examples.chitchat.demo import DEMOS, unseen_prompts
+from examples.chitchat.target_card import write_card
+from examples.chitchat.target_model import CHAT_TARGETS, load_target, new_target, save_target
+from examples.chitchat.train_tokenizer import MAX_LENGTH, RESERVED, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +104,54 @@ def test_is_looping_finds_consecutive_ngrams():
     assert not is_looping([])
     with pytest.raises(ValueError, match="times"):
         is_looping([1, 2], times=1)
+
+
+@pytest.mark.parametrize("name", CHAT_TARGETS)
+def test_targets_are_saved_with_what_they_need(name, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model = new_target(name, tokenizer).eval()
+    save_target(model, tokenizer, tmp_path)
+    saved = load_target(tmp_path)
+    assert type(saved) is type(model) and saved.config.vocab_size == len(tokenizer)
+    assert saved.generation_config.do_sample is False and saved.generation_config.max_new_tokens == 128
+    for name, weight in model.state_dict().items():
+        kept = saved.state_dict()[name]
+        assert torch.equal(kept, weight) or torch.equal(kept, weight.bfloat16().float()), name
+    saved.generate(torch.tensor([tokenizer("hello")["input_ids"]]), max_new_tokens=2)
+
+
+def test_v41_target_has_every_kind_of_layer(tokenizer):
+    config = CHAT_TARGETS["deepseek_v41"].config(tokenizer)
+    layers = range(config.num_hidden_layers)
+    full = [layer for layer in layers if config.is_full(layer)]
+    reindex = [layer for layer in layers if config.is_index_source(layer) and layer not in full]
+    reuse = [layer for layer in layers if config.compress_ratios[layer] and layer not in full + reindex]
+    assert full and reindex and reuse and config.engram_layers
+    assert config.sliding_window < MAX_LENGTH and config.n_routed_experts > config.num_experts_per_tok
+    assert config.dspark_noise_token_id == tokenizer.convert_tokens_to_ids(RESERVED[0])
+
+
+@pytest.mark.parametrize("name", CHAT_TARGETS)
+def test_card_names_the_target_and_its_commands(name, tokenizer, tmp_path):
+    shares = ("loop_share", "any_loop_share", "stop_share", "distinct_share")
+    scores = dict.fromkeys(("perplexity_assistant", "perplexity_all", "mean_tokens", *shares), 0.5)
+    scores |= {"prompts": 4, "samples": [{"user": "hi", "assistant": "Hi!"}]}
+    names = ("minutes", "steps", "epochs", "batch_size", "row_tokens", "learning_rate", "max_minutes")
+    write_card(tmp_path, name, new_target(name, tokenizer), scores, dict.fromkeys(names, 2))
+    card = (tmp_path / "README.md").read_text()
+    for text in (CHAT_TARGETS[name].title, f"targets/{name}", f"train_target --target {name} ", "'hi' -> 'Hi!'"):
+        assert text in card
+    assert "{" not in card
+
+
+def test_unseen_prompts_share_no_conversation(parts):
+    rows = prompts(parts["heldout"])
+    seen = rows[:: len(rows) // 10]
+    unseen = unseen_prompts(rows, seen)
+    conversation = {row["id"].split(":")[0] for row in seen}
+    assert unseen and not conversation & {row["id"].split(":")[0] for row in unseen}
+
+
+def test_demos_name_targets_and_draft_types_that_exist():
+    for name, demo in DEMOS.items():
+        assert demo.draft_type == name in DRAFT_TYPES and demo.target in CHAT_TARGETS

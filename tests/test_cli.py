@@ -1,25 +1,71 @@
-"""The `blockdraft` command on a tiny random Kimi K3: settings, training, resuming, evaluation, errors."""
+"""The `blockdraft` command on tiny random targets of both families: settings, runs, resuming, errors."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 from decoding_models import tiny_k3
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from blockdraft.modeling.engram import compressed_token_map
+from blockdraft.modeling.modeling_deepseek_v41 import DeepseekV41ForCausalLM
 from blockdraft.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
 from blockdraft.trainer.cli import COMMANDS, main
 from blockdraft.trainer.cli_arguments import SettingsParser, TargetArguments
 from blockdraft.trainer.training_args import DraftTrainingArguments
 from conftest import CHATML
 
+README = Path(__file__).parent.parent / "README.md"
+TINY_V41 = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.3,
+    "sliding_window": 8,
+    "compress_ratios": [0, 2, 2, 1, 0],
+    "kv_source_layer_ids": [1, 3],
+    "index_source_layer_ids": [1, 2, 3],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "candidate_source_layer_id": -1,
+    "rope_scaling": {},
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+    "engram_layer_ids": [1],
+    "engram_num_embeddings": [1000],
+    "engram_max_ngram_size": 3,
+    "engram_vocab_size": 64,
+    "engram_n_heads": 2,
+    "engram_head_dim": 8,
+    "num_nextn_predict_layers": 1,
+    "dspark_block_size": 4,
+    "dspark_target_layer_ids": [1, 3],
+    "dspark_markov_rank": 8,
+    "dspark_n_routed_experts": 4,
+    "dspark_num_experts_per_tok": 2,
+}
+SHAPES = {
+    "dflash": {"num_draft_layers": 1, "block_size": 4, "target_layer_ids": [1, 3]},
+    "dspark": {"draft_type": "dspark"},  # the rest is what the target says
+}
 TINY_TRAINING = {
-    "num_draft_layers": 1,
-    "block_size": 4,
-    "target_layer_ids": [1, 3],
     "max_steps": 2,
     "per_device_train_batch_size": 2,
     "num_anchors": 4,
@@ -32,17 +78,32 @@ TINY_TRAINING = {
 }
 
 
+@pytest.fixture(scope="module", params=SHAPES)
+def draft_type(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def target_dir(tmp_path_factory, chatml_backend) -> Path:
+def target_dir(draft_type, tmp_path_factory, chatml_backend) -> Path:
     folder = tmp_path_factory.mktemp("target")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(chatml_backend), eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = CHATML
-    settings = tiny_k3().config.to_dict() | {"vocab_size": len(tokenizer) + 2, "eos_token_id": tokenizer.eos_token_id}
-    model = KimiK3ForCausalLM(KimiK3TextConfig(**settings))
-    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    special |= {"vocab_size": len(tokenizer) + 2}
+    if draft_type == "dflash":
+        model = KimiK3ForCausalLM(KimiK3TextConfig(**(tiny_k3().config.to_dict() | special)))
+    else:
+        special |= {
+            "engram_pad_token_id": tokenizer.pad_token_id,
+            "engram_compressed_vocab_size": int(compressed_token_map(tokenizer).max()) + 1,
+            "dspark_noise_token_id": len(tokenizer),
+        }
+        model = DeepseekV41ForCausalLM(DeepseekV41TextConfig(**(TINY_V41 | special)))
+        model.set_tokenizer(tokenizer)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -65,14 +126,18 @@ def data_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config_file(tmp_path_factory, target_dir, data_file) -> Path:
+def config_file(draft_type, tmp_path_factory, target_dir, data_file) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    settings = TINY_TRAINING | {
-        "target": str(target_dir),
-        "train_data": str(data_file),
-        "eval_fraction": 0.25,
-        "output_dir": str(folder / "draft"),
-    }
+    settings = (
+        TINY_TRAINING
+        | SHAPES[draft_type]
+        | {
+            "target": str(target_dir),
+            "train_data": str(data_file),
+            "eval_fraction": 0.25,
+            "output_dir": str(folder / "draft"),
+        }
+    )
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
@@ -104,13 +169,16 @@ def test_every_command_has_help(capsys):
             main([name, "--help"])
         assert done.value.code == 0
         out = capsys.readouterr().out
-        assert all(f"--{name}" in out for name in ("target", *command.positionals))
+        assert all(f"--{name}" in out for name in command.positionals)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "'trian' is not a command; choose one of train, regenerate, evaluate, generate"),
+        (
+            ["trian"],
+            "'trian' is not a command; choose one of train, regenerate, calibrate, evaluate,",
+        ),
         (["train", "{tmp}/no.yaml"], "cannot read {tmp}/no.yaml: No such file or directory"),
         (["train", "{yaml}"], "`learning_rat` in {yaml} is not a setting; the nearest one is `learning_rate`."),
         (["train", "--targt", "x"], "--targt is not a setting; the nearest one is `target`."),
@@ -126,6 +194,27 @@ def test_every_command_has_help(capsys):
             "leave out block_size.",
         ),
         (["evaluate", "t", "d", "--data", "x", "--template_kwargs", "{{"], "`template_kwargs` is not valid JSON"),
+        (
+            ["train", "--target", "t", "--train_data", "y", "--draft_type", "dspork"],
+            "`draft_type` is 'dspork'; choose one of dflash, dspark.",
+        ),
+        (
+            ["train", "--target", "t", "--train_data", "y", "--markov_rank", "8"],
+            "`markov_rank` belongs to `draft_type` dspark; this draft is a dflash.",
+        ),
+        (
+            ["train", "--target", "t", "--train_data", "y", "--draft_type", "dspark", "--is_causal", "true"],
+            "`is_causal` belongs to `draft_type` dflash",
+        ),
+        (["generate", "t", "d", "hi", "--confidence_threshold", "2"], "`confidence_threshold` is 2.0: it must lie"),
+        (
+            ["evaluate", "t", "d", "--data", "x", "--confidence_threshold", "0.5", "--confidence_cost_table", "true"],
+            "are two ways to cut: give one.",
+        ),
+        (["calibrate", "t", "no/draft", "--data", "x"], "`draft` is 'no/draft': give a directory"),
+        (["export", "d"], "Give the folder to write, `output`, or the target's, `into`."),
+        (["export", "d", "o", "--format", "gguf"], "`format` is 'gguf'; the one there is is deepseek."),
+        (["export", "d", "o", "--for", "llama.cpp"], "`for` is 'llama.cpp'; choose vllm or sglang."),
     ],
 )
 def test_wrong_input_is_one_line(argv, message, tmp_path, target_dir, capsys):
@@ -169,6 +258,60 @@ def test_another_draft_is_not_put_into_a_run(draft_dir, config_file, capsys):
     assert json.loads((other / "config.json").read_text())["block_size"] == 5
 
 
+@pytest.mark.parametrize("draft_type", ["dspark"], scope="module", indirect=True)
+def test_calibrate_writes_temperatures_and_schedules_cut(draft_dir, target_dir, data_file, tmp_path, capsys):
+    pair = [str(target_dir), str(draft_dir)]
+    options = ["--data", str(data_file), "--max_new_tokens", "12", "--rounds", "8", "--output", str(tmp_path)]
+    assert main(["calibrate", *pair, *options]) == 0
+    assert "| ECE before" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"calibration.md", "calibration.json", "reliability.png"}
+    temperatures = json.loads((draft_dir / "config.json").read_text())["confidence_temperatures"]
+    assert len(temperatures) == 4 and all(temperature > 0 for temperature in temperatures)
+
+    generate = ["generate", *pair, "hello there", "--max_new_tokens", "6"]
+    assert main(generate) == 0
+    uncut, _ = capsys.readouterr().out.rsplit("\n[", 1)
+    for schedule in (["--confidence_threshold", "0.9"], ["--confidence_cost_table", "true"]):
+        assert main([*generate, *schedule]) == 0
+        assert capsys.readouterr().out.rsplit("\n[", 1)[0] == uncut
+    options = ["--data", str(data_file), "--num_prompts", "1", "--max_new_tokens", "4"]
+    assert main(["evaluate", *pair, *options, "--confidence_threshold", "1"]) == 0
+    assert "threshold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("draft_type", ["dspark"], scope="module", indirect=True)
+def test_export_writes_released_names(draft_dir, target_dir, tmp_path, capsys):
+    assert main(["export", str(draft_dir), str(tmp_path / "own"), "--quantize", "true", "--for", "sglang"]) == 0
+    done = capsys.readouterr()
+    assert "warning: " in done.err and f"Written into {tmp_path / 'own'}." in done.out
+    with safe_open(tmp_path / "own" / "mtp.safetensors", framework="pt") as file:
+        assert all(name.startswith("mtp.0.") for name in file.keys())
+        assert "mtp.0.ffn.experts.3.w1.scale" in file.keys()
+    before = {path.name for path in target_dir.iterdir()}
+    assert main(["export", str(draft_dir), "--into", str(target_dir)]) == 0
+    added = {path.name for path in target_dir.iterdir()} - before
+    assert added == {"mtp.safetensors", "model.safetensors.index.json"}
+    for name in added:
+        (target_dir / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "head"),
+    [({}, 8, True), ({"confidence_head_alpha": 0}, 8, False), ({"markov_rank": 0}, None, False)],
+)
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="module", indirect=True)
+def test_a_dspark_draft_for_a_target_of_another_family(options, rank, head, target_dir, data_file, tmp_path):
+    settings = TINY_TRAINING | {"target": str(target_dir), "train_data": str(data_file), "max_steps": 1} | options
+    settings |= {"draft_type": "dspark", "target_layer_ids": [1, 3], "num_draft_layers": 1, "eval_fraction": 0.25}
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path / "draft")}))
+    assert main(["train", str(path)]) == 0
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert (config["model_type"], config["capture_point"]) == ("deepseek_v41_dspark", "layer_output")
+    assert (config["markov_rank"], config["confidence_head"]) == (rank, head)
+    assert main(["generate", str(target_dir), str(tmp_path / "draft"), "hello", "--max_new_tokens", "4"]) == 0
+
+
 def test_evaluate_and_generate(draft_dir, target_dir, data_file, tmp_path, capsys):
     pair = [str(target_dir), str(draft_dir)]
     output = tmp_path / "figures.json"
@@ -190,3 +333,12 @@ def test_regenerate_writes_rows_to_train_on(target_dir, data_file, tmp_path, cap
     assert main(command) == 0
     assert "0 answers written" in capsys.readouterr().out
     assert len(output.read_text().splitlines()) == 8
+
+
+def test_commands_of_the_readme_are_ones_that_there_are():
+    lines = [line for line in README.read_text().splitlines() if re.match(r"(\.venv/bin/)?blockdraft ", line)]
+    assert len(lines) > 6
+    for line in lines:
+        _, name, *argv = shlex.split(line.replace("examples/", f"{README.parent}/examples/"), comments=True)
+        extra = ["--use_cpu", "true"] if name == "train" else []  # bf16 is refused without a GPU or this
+        assert SettingsParser(COMMANDS[name].settings, COMMANDS[name].positionals).parse([*argv, *extra])

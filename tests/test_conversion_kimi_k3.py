@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import build_kimi_k3_dflash_target_kwargs
-from blockdraft.modeling.conversion_kimi_k3 import dequantize_mxfp4
 from blockdraft.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
 
 EXPERTS = "language_model.model.layers.1.block_sparse_moe.experts"
@@ -53,25 +52,6 @@ def expected_experts(packed: dict[str, torch.Tensor], layer: int = 1) -> tuple[t
     }
     gate_up = [torch.cat(pair) for pair in zip(experts["w1"], experts["w3"], strict=True)]
     return torch.stack(gate_up), torch.stack(experts["w2"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp4_equals_the_reference(golden, dtype):
-    golden = golden("dequantize_weight")
-    actual = dequantize_mxfp4(golden["in.k3_mxfp4.weight_u8"], golden["in.k3_mxfp4.scale_u8"], dtype)
-    assert torch.equal(actual, golden[f"out.k3_mxfp4.{str(dtype).removeprefix('torch.')}"])
-
-
-def test_mxfp4_covers_every_code_and_scale():
-    codes = torch.arange(256, dtype=torch.uint8).view(1, -1)
-    for scale in (0, 1, 100, 127, 250, 254):
-        scales = torch.full((1, 16), scale, dtype=torch.uint8)
-        assert torch.equal(dequantize_mxfp4(codes, scales, torch.float32), decoded(codes, scales).float())
-
-
-def test_mxfp4_shapes_must_belong_together():
-    with pytest.raises(ValueError, match="no MXFP4 pair"):
-        dequantize_mxfp4(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1, dtype=torch.uint8), torch.float32)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

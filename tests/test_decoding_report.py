@@ -17,6 +17,21 @@ def test_loops_are_counted_apart():
     assert math.isnan(make_report([make_answer(LOOP, [4])]).tau_without_loops)
 
 
+def test_slots_of_both_layouts():
+    lengths = [1, 4, 4, 5]
+    apart = make_report([make_answer(TEXT, lengths[:3])], block_size=4)
+    first = make_report([make_answer(TEXT, lengths)], block_size=4, drafted=4)
+    assert apart.histogram == {1: 1, 2: 0, 3: 0, 4: 2} and apart.acceptance_by_slot == [2 / 3] * 3
+    assert first.histogram == {1: 1, 2: 0, 3: 0, 4: 2, 5: 1} and first.acceptance_by_slot == [0.75] * 3 + [0.25]
+    assert sum(first.acceptance_by_slot) == first.tau - 1
+
+
+def test_rows_through_the_target():
+    report = make_report([make_answer(TEXT, [2, 3], rows=4), make_answer(TEXT, [1], rows=2)])
+    assert report.rows_per_token == report.metrics()["rows_per_token"] == 10 / 6
+    assert math.isnan(make_report([make_answer(TEXT, [])]).rows_per_token)
+
+
 def test_speed():
     measured = make_report([make_answer(TEXT, [4, 4, 4, 3])])
     metrics = measured.metrics()
@@ -53,3 +68,13 @@ def test_table_has_a_column_for_each_block_size():
     assert ["tau (tokens a round)", "2.00", "2.00"] in cells
     assert ["speed-up over plain loop", "1.50x", "1.50x"] in cells
     assert len({len(line) for line in lines}) == 1
+
+
+def test_table_of_schedules():
+    answers = [make_answer(TEXT, [2, 2])]
+    reports = [make_report(answers, confidence_schedule=name) for name in ("off", "threshold 0.3")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in decoding_table(reports).splitlines()]
+    assert cells[0] == ["confidence schedule", "off", "threshold 0.3"]
+    assert sum("confidence schedule" in line for line in cells) == 1
+    one = decoding_table(reports[1:])
+    assert "| block size" in one and "| confidence schedule" in one and "threshold 0.3" in one

@@ -296,6 +296,9 @@ def test_packed_rows_need_a_target_that_keeps_documents_apart(tmp_path):
         ({"num_anchors": 0}, "num_anchors"),
         ({"loss_decay_gamma": -1.0}, "loss_decay_gamma"),
         ({"prefix_weight_base": 0.0}, "prefix_weight_base"),
+        ({"ce_loss_alpha": float("inf")}, "ce_loss_alpha"),
+        ({"confidence_head_alpha": -0.1}, "confidence_head_alpha"),
+        ({"expert_bias_step": -1e-3}, "expert_bias_step"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
     ],
 )
@@ -325,7 +328,9 @@ def test_two_ranks_equal_one(tmp_path):
     script = Path(__file__).parent / "two_rank_step.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    result = subprocess.run([*command, str(tmp_path / "two")], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, str(tmp_path / "two"), "dflash"], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     single = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
     single.train()

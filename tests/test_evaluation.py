@@ -5,11 +5,15 @@ from functools import cache
 
 import pytest
 import torch
+from confident_drafts import confident_draft
 from decoding_models import build_draft, build_target, partly_right_draft
 from transformers import GenerationConfig
 
+from blockdraft.modeling.confidence_schedule import ConfidenceThreshold, CostTable
+from blockdraft.trainer.decoding_report import decoding_table
 from blockdraft.trainer.evaluation import (
     _difference,
+    compare_schedules,
     evaluate_decoding,
     fastest_block_size,
     held_out_prompts,
@@ -21,15 +25,14 @@ NEVER = 10**6
 
 
 @cache
-def k3():
-    """A tiny K3 and its greedy answer to `PROMPT`, which follows the prompt."""
-    target = build_target("k3")
-    answer = target.generate(torch.tensor([PROMPT]), max_new_tokens=48, do_sample=False)
-    return target, answer
+def known(name: str):
+    """A tiny target and its greedy answer to `PROMPT`, which follows the prompt."""
+    target = build_target(name)
+    return target, target.generate(torch.tensor([PROMPT]), max_new_tokens=48, do_sample=False)
 
 
-def known_draft(fault_every: int = NEVER, **settings):
-    target, answer = k3()
+def known_draft(fault_every: int = NEVER, name: str = "k3", **settings):
+    target, answer = known(name)
     return target, partly_right_draft(target, answer, fault_every, **settings)
 
 
@@ -96,7 +99,7 @@ class TestComparison:
         assert report.equal_to_greedy is None
 
     def test_difference_is_where_answers_part(self):
-        target, answer = k3()
+        target, answer = known("k3")
         plain = answer[0, len(PROMPT) :].tolist()
         config = GenerationConfig(do_sample=False, max_new_tokens=48, return_dict_in_generate=True)
         other = plain[:7] + [(plain[7] + 1) % 60] + plain[8:]
@@ -146,6 +149,65 @@ class TestBlockSizes:
         for size in (1, 9):
             with pytest.raises(ValueError, match="serves 2 to 8"), served_block_size(draft, size):
                 pass
+
+
+class TestAnchorFirst:
+    """Slot 0 predicts too: a block of 8 drafts 8 tokens."""
+
+    def test_a_round_commits_up_to_nine(self):
+        report = evaluate_decoding(*known_draft(slot_layout="N"), [PROMPT], 23, compare_with_plain=False)
+        assert report.answers[0].accepted_lengths == [9, 9, 4]
+        assert report.answers[0].verified_lengths == [9, 9, 4]  # near the limit fewer are drafted
+        assert report.histogram == {1: 0, 2: 0, 3: 0, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0, 9: 2}
+        assert report.acceptance_by_slot == [1] * 3 + [2 / 3] * 5
+        assert report.drafted == 8 and report.block_size == 8 and report.rows_per_token == 1
+
+    def test_shorter_blocks(self):
+        target, draft = known_draft(name="qwen3", slot_layout="N")
+        _, reports = fastest_block_size(target, draft, [PROMPT], [2, 8], max_new_tokens=19)
+        assert {size: (report.drafted, report.tau) for size, report in reports.items()} == {2: (2, 3), 8: (8, 9)}
+
+
+class TestSchedules:
+    def test_side_by_side_on_the_same_prompts(self):
+        """Faults at 10, 15, 20, ...; the draft knows where. Each block but the first reaches over one."""
+        target, answer = known("qwen3")
+        draft = confident_draft(target, answer, fault_every=5)
+        schedules = {"off": None, "sure": ConfidenceThreshold(0.5), "nothing": ConfidenceThreshold(1.0)}
+        reports = compare_schedules(target, draft, [PROMPT], schedules, max_new_tokens=17)
+        assert [*reports] == ["off", "sure", "nothing"]
+        assert [reports[name].answers[0].accepted_lengths for name in reports] == [
+            [1, 5, 5, 5],
+            [1, 5, 5, 5],
+            [1] * 16,
+        ]
+        assert reports["off"].answers[0].verified_lengths == [9, 9, 9, 5]
+        assert reports["sure"].answers[0].verified_lengths == [1, 5, 5, 5]
+        assert reports["off"].rows_per_token == 2
+        assert reports["sure"].rows_per_token == reports["nothing"].rows_per_token == 1
+        assert all(report.equal_to_greedy for report in reports.values())
+        lines = decoding_table([*reports.values()]).splitlines()
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        assert cells[0] == ["confidence schedule", "off", "sure", "nothing"]
+        assert ["rows through the target a token", "2.00", "1.00", "1.00"] in cells
+
+    def test_names_in_a_report(self):
+        target, answer = known("qwen3")
+        draft, settings = confident_draft(target, answer), {"max_new_tokens": 3, "compare_with_plain": False}
+        schedules = {
+            "off": None,
+            "threshold 0.25": ConfidenceThreshold(0.25),
+            "cost table": CostTable([1, 4], [0.01, 0.02]),
+        }
+        for name, schedule in schedules.items():
+            report = evaluate_decoding(target, draft, [PROMPT], confidence_schedule=schedule, **settings)
+            assert report.confidence_schedule == name
+
+    def test_needs_a_schedule_and_a_draft_with_confidence(self):
+        with pytest.raises(ValueError, match="`schedules` is empty"):
+            compare_schedules(*known_draft(), [PROMPT], {})
+        with pytest.raises(ValueError, match="confidence"):
+            evaluate_decoding(*known_draft(), [PROMPT], 4, confidence_schedule=ConfidenceThreshold(0.5))
 
 
 class TestHeldOutPrompts:

@@ -5,7 +5,7 @@ import json
 import pytest
 from decoding_reports import TEXT, make_answer, make_report
 
-from blockdraft.trainer.report import write_report
+from blockdraft.trainer.report import _labels, write_report
 
 HISTORY = [
     {"loss": 3.0, "step": 10},
@@ -35,6 +35,21 @@ def test_writes_numbers_command_and_plots(tmp_path):
 def test_a_draft_that_was_not_trained_here_has_no_loss_curve(tmp_path):
     text = write_report(tmp_path, [], measured(4)).read_text()
     assert not (tmp_path / "loss.png").exists() and "loss.png" not in text and "Measured by" not in text
+
+
+def test_what_the_training_logged_is_drawn(tmp_path):
+    logged = {"acceptance_slot_0": 0.5, "acceptance_slot_1": 0.3, "busiest_expert": 2.0, "least_used_expert": 0.4}
+    history = [entry | logged if "loss" in entry else entry for entry in HISTORY]
+    text = write_report(tmp_path, history, measured(4)).read_text()
+    for name in ("acceptance_in_training.png", "expert_load.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in text
+
+
+def test_schedules_side_by_side(tmp_path):
+    names = ("off", "threshold 0.3")
+    reports = {name: make_report([make_answer(TEXT, [1, 2])], confidence_schedule=name) for name in names}
+    assert "| confidence schedule" in write_report(tmp_path, [], reports).read_text()
+    assert _labels([*reports.values()]) == [*names] and _labels([*measured(2, 4).values()])[0] == "block size 2"
 
 
 def test_reports_without_plain_decoding_or_rounds(tmp_path):

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 from test_draft_trainer import make_trainer, weights
+from test_dspark_trainer import dspark_trainer
 
-output_dir = Path(sys.argv[1])
-trainer = make_trainer(output_dir, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
+output_dir, family = Path(sys.argv[1]), sys.argv[2]
+make = {"dflash": make_trainer, "dspark": dspark_trainer}[family]
+trainer = make(output_dir, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
 trainer.train()
 if trainer.accelerator.is_main_process:
     torch.save(weights(trainer), output_dir / "weights.pt")

@@ -2,8 +2,10 @@
 
     blockdraft train [CONFIG.yaml] [--key value ...]
     blockdraft regenerate TARGET DATA OUTPUT [--key value ...]
+    blockdraft calibrate TARGET DRAFT --data FILE [--key value ...]
     blockdraft evaluate TARGET DRAFT --data FILE [--key value ...]
     blockdraft generate TARGET DRAFT "prompt" [--key value ...]
+    blockdraft export DRAFT OUTPUT --format deepseek [--key value ...]
 
 Every command takes a YAML file first, with the same keys as the command line, which wins. `blockdraft COMMAND --help`
 lists the settings.
@@ -15,31 +17,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from warnings import catch_warnings, simplefilter
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
 from ..modeling.block_decoding import block_decode
+from ..modeling.confidence_schedule import ConfidenceThreshold
+from ..modeling.deepseek_layout import export_deepseek
 from ..modeling.pairing import check_pair
+from .calibration import calibrate, save_temperatures, split_prompts
 from .cli_arguments import (
+    CalibrateArguments,
     DataArguments,
     DraftArguments,
     EvaluateArguments,
+    ExportArguments,
     GenerateArguments,
     RegenerateArguments,
     RunArguments,
+    ScheduleArguments,
     SettingsParser,
     TargetArguments,
 )
-from .commands import TimeEstimate, load_draft, load_target, new_draft, train_draft
+from .commands import TimeEstimate, cost_table, load_draft, load_target, new_draft, new_trainer, train_draft
 from .data import prepare_dataset
-from .draft_trainer import DraftTrainer
 from .evaluation import evaluate_decoding, held_out_prompts
 from .interrupt import SaveOnInterrupt
 from .loss_mask import apply_template
 from .regenerate import regenerate
-from .report import write_report
+from .report import write_calibration, write_report
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -84,8 +92,11 @@ def train(
         draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code)
         check_pair(target, draft, tokenizer, target_args.target_revision)
     else:
-        draft = new_draft(target, tokenizer, **draft_args.shape())
-    trainer = DraftTrainer(
+        shape = draft_args.shape()
+        if draft_args.draft_type == "dspark" and args.confidence_head_alpha == 0:
+            shape["confidence_head"] = False  # it would not be trained
+        draft = new_draft(target, tokenizer, **shape)
+    trainer = new_trainer(
         draft,
         target,
         args,
@@ -154,19 +165,46 @@ def regenerate_answers(target_args: TargetArguments, args: RegenerateArguments) 
     )
 
 
-def evaluate(target_args: TargetArguments, args: EvaluateArguments) -> None:
+def calibrate_confidence(target_args: TargetArguments, args: CalibrateArguments) -> None:
+    """Fits a temperature to each slot of a draft's confidence head on decoded prompts, writes them into the draft's
+    configuration, and reports on other prompts how well confidence meets acceptance, before and after."""
+    if not Path(args.draft).is_dir():
+        raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is written anew.")
+    target, tokenizer = _target(target_args)
+    draft = _draft_of(target, tokenizer, target_args, args.draft)
+    fit, test = split_prompts(_prompts(args, tokenizer))
+    report = calibrate(target, draft, fit, test, args.max_new_tokens, args.rounds)
+    save_temperatures(draft, report.temperatures, args.draft)
+    print(report.table(), report.summary(), sep="\n\n")
+    path = write_calibration(args.output or args.draft, report)
+    print(f"The temperatures are in {Path(args.draft) / 'config.json'}, the figures in {path}.")
+
+
+def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_args: ScheduleArguments) -> None:
     """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
     target, tokenizer = _target(target_args)
     draft = _draft_of(target, tokenizer, target_args, args.draft)
-    rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
-    print(f"data: {report}")
-    report = evaluate_decoding(target, draft, held_out_prompts(rows, args.num_prompts), args.max_new_tokens)
+    prompts = _prompts(args, tokenizer)
+    schedule = _schedule(schedule_args, target, draft, prompts[0])
+    report = evaluate_decoding(target, draft, prompts, args.max_new_tokens, confidence_schedule=schedule)
     print(report.table())
     if args.output:
         Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def generate(target_args: TargetArguments, args: GenerateArguments) -> None:
+def export(args: ExportArguments) -> None:
+    """Writes a DSpark draft as the `mtp.*` tensors of a released DeepSeek V4.1 checkpoint: into a folder of its own,
+    or beside the files of its target, which stay as they are."""
+    draft = load_draft(args.draft)
+    with catch_warnings():
+        simplefilter("ignore")  # they are returned as well
+        misfits = export_deepseek(draft, args.output, args.quantize, args.into, args.engine)
+    for misfit in misfits:
+        print("warning:", misfit, file=sys.stderr)
+    print(f"Written into {' and '.join(place for place in (args.output, args.into) if place)}.")
+
+
+def generate(target_args: TargetArguments, args: GenerateArguments, schedule_args: ScheduleArguments) -> None:
     """Answers one prompt, streamed, and says how many tokens a round the draft brought."""
     target, tokenizer = _target(target_args)
     draft = _draft_of(target, tokenizer, target_args, args.draft)
@@ -180,16 +218,19 @@ def generate(target_args: TargetArguments, args: GenerateArguments) -> None:
     sampling = {"do_sample": False}
     if args.temperature > 0:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+    input_ids = inputs["input_ids"].to(target.device)
+    schedule = _schedule(schedule_args, target, draft, input_ids[0].tolist())
     output = block_decode(
         target,
-        inputs["input_ids"].to(target.device),
+        input_ids,
         draft=draft,
+        confidence_schedule=schedule,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=args.max_new_tokens,
         return_dict_in_generate=True,
         **sampling,
     )
-    new, rounds = output.sequences.shape[1] - inputs["input_ids"].shape[1], len(output.accepted_lengths)
+    new, rounds = output.sequences.shape[1] - input_ids.shape[1], len(output.accepted_lengths)
     tau = f"tau {sum(output.accepted_lengths) / rounds:.2f}, " if rounds else ""
     print(f"\n[{new} tokens in {rounds} rounds: {tau}{new / output.seconds['total']:.1f} tokens/s]")
 
@@ -206,6 +247,19 @@ def _draft_of(target, tokenizer, target_args: TargetArguments, name: str):
     return draft
 
 
+def _prompts(args: EvaluateArguments | CalibrateArguments, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
+    print(f"data: {report}")
+    return held_out_prompts(rows, args.num_prompts)
+
+
+def _schedule(args: ScheduleArguments, target, draft, prompt: list[int]):
+    """How to cut what is verified; `None`: not at all."""
+    if args.confidence_cost_table:
+        return cost_table(target, draft, prompt)
+    return None if args.confidence_threshold is None else ConfidenceThreshold(args.confidence_threshold)
+
+
 @dataclass(frozen=True)
 class Command:
     run: Callable
@@ -216,6 +270,10 @@ class Command:
 COMMANDS = {
     "train": Command(train, (TargetArguments, DraftArguments, DataArguments, RunArguments, DraftTrainingArguments)),
     "regenerate": Command(regenerate_answers, (TargetArguments, RegenerateArguments), ("target", "data", "output")),
-    "evaluate": Command(evaluate, (TargetArguments, EvaluateArguments), ("target", "draft")),
-    "generate": Command(generate, (TargetArguments, GenerateArguments), ("target", "draft", "prompt")),
+    "calibrate": Command(calibrate_confidence, (TargetArguments, CalibrateArguments), ("target", "draft")),
+    "evaluate": Command(evaluate, (TargetArguments, EvaluateArguments, ScheduleArguments), ("target", "draft")),
+    "generate": Command(
+        generate, (TargetArguments, GenerateArguments, ScheduleArguments), ("target", "draft", "prompt")
+    ),
+    "export": Command(export, (ExportArguments,), ("draft", "output")),
 }

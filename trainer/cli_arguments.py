@@ -30,6 +30,10 @@ class TargetArguments:
             raise ValueError(f"`target_dtype` is {self.target_dtype!r}; choose auto, float32, bfloat16 or float16.")
 
 
+# Settings of a new draft that only one type has.
+OWN_SETTINGS = {"dflash": ("is_causal",), "dspark": ("markov_rank", "confidence_input")}
+
+
 @dataclass
 class DraftArguments:
     """An existing draft to go on with, or the shape of a new one."""
@@ -37,25 +41,47 @@ class DraftArguments:
     draft: str | None = setting(
         "Draft to go on with: a directory or a Hub id. Without it a new one is made.", default=None
     )
-    num_draft_layers: int | None = setting("Layers of a new draft (5).", default=None)
-    block_size: int | None = setting("Tokens of its block, the known one included (16).", default=None)
+    draft_type: str | None = setting("What a new draft is: dflash (the default) or dspark.", default=None)
+    num_draft_layers: int | None = setting(
+        "Layers of a new draft (dflash: 5; dspark: what the target says, or 3).", default=None
+    )
+    block_size: int | None = setting(
+        "Tokens of its block, the known one included (dflash: 16; dspark: what the target says, or 5).", default=None
+    )
     mask_token_id: int | None = setting("Token for positions to predict (proposed by the tokenizer).", default=None)
     target_layer_ids: list[int] | None = setting(
         "Zero-based target layers it reads (spread over the depth).", default=None
     )
-    sliding_window: int | None = setting("Context tokens that it sees, 0 for all (the block size).", default=None)
-    is_causal: bool | None = setting("Whether a slot sees only earlier slots of its block (true).", default=None)
+    sliding_window: int | None = setting(
+        "Context tokens that it sees (dflash: the block size, 0 for all; dspark: the target's, or 128).", default=None
+    )
+    is_causal: bool | None = setting("dflash: whether a slot sees only earlier slots (true).", default=None)
+    markov_rank: int | None = setting(
+        "dspark: rank of the Markov head, 0 for none and no confidence head (what the target says, or 256).",
+        default=None,
+    )
+    confidence_input: str | None = setting(
+        "dspark: what the confidence head reads, post_norm (the default) or pre_norm (what engines serve).",
+        default=None,
+    )
 
     def shape(self) -> dict:
-        """The settings of a new draft that were given; a window of 0 is the whole context, `None` in the config."""
+        """The settings of a new draft that were given, `draft_type` too; 0 for "none" is `None` in the config."""
         given = {
             f.name: value for f in fields(self) if f.name != "draft" and (value := getattr(self, f.name)) is not None
         }
-        return given | ({"sliding_window": None} if given.get("sliding_window") == 0 else {})
+        return given | {name: None for name in ("sliding_window", "markov_rank") if given.get(name) == 0}
 
     def __post_init__(self):
-        if self.draft is not None and self.shape():
-            raise ValueError(f"`draft` is given, whose shape is fixed: leave out {', '.join(self.shape())}.")
+        shape = self.shape()
+        if self.draft is not None and shape:
+            raise ValueError(f"`draft` is given, whose shape is fixed: leave out {', '.join(shape)}.")
+        draft_type = self.draft_type or "dflash"
+        if draft_type not in OWN_SETTINGS:
+            raise ValueError(f"`draft_type` is {draft_type!r}; choose one of {', '.join(OWN_SETTINGS)}.")
+        for owner, names in OWN_SETTINGS.items():
+            if owner != draft_type and (foreign := [name for name in names if name in shape]):
+                raise ValueError(f"`{foreign[0]}` belongs to `draft_type` {owner}; this draft is a {draft_type}.")
 
 
 @dataclass
@@ -110,6 +136,25 @@ class RegenerateArguments:
 
 
 @dataclass
+class ScheduleArguments:
+    """How much of a drafted block is verified; all of it unless given. Needs a draft with a confidence head."""
+
+    confidence_threshold: float | None = setting(
+        "Verify slots while the chance that all of them are accepted is at least this, in [0, 1].", default=None
+    )
+    confidence_cost_table: bool = setting(
+        "Verify slots while they pay, by the times of this machine, which are measured first.", default=False
+    )
+
+    def __post_init__(self):
+        threshold = self.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"`confidence_threshold` is {threshold}: it must lie between 0 and 1.")
+        if threshold is not None and self.confidence_cost_table:
+            raise ValueError("`confidence_threshold` and `confidence_cost_table` are two ways to cut: give one.")
+
+
+@dataclass
 class EvaluateArguments:
     """Held-out prompts to decode for real."""
 
@@ -123,6 +168,51 @@ class EvaluateArguments:
 
     def __post_init__(self):
         self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+
+
+@dataclass
+class CalibrateArguments:
+    """Held-out prompts to learn from how often a slot of a given confidence is accepted."""
+
+    draft: str = setting("The draft, a directory: the fitted temperatures are written into its configuration.")
+    data: list[str] = setting("Held-out chat rows: .jsonl, .json or .parquet files.")
+    num_prompts: int = setting("Prompts at most, evenly spaced over the data; fitted on the one part.", default=4000)
+    rounds: int = setting("Rounds to measure on; half as many are fitted on.", default=5000)
+    max_new_tokens: int = setting("Longest answer in tokens.", default=256)
+    max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
+    template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
+    output: str | None = setting("Folder for the figures and the reliability plot (the draft's).", default=None)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.num_prompts < 2 or self.rounds < 1:
+            name, least = ("num_prompts", 2) if self.num_prompts < 2 else ("rounds", 1)
+            raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least {least}.")
+
+
+@dataclass
+class ExportArguments:
+    """A draft's weights under the names of a released checkpoint."""
+
+    draft: str = setting("The draft: a directory or a Hub id.")
+    output: str | None = setting("Folder to write; not needed with `into`.", default=None)
+    format: str = setting("deepseek: `mtp.*` tensors as DeepSeek V4.1 releases them.", default="deepseek")
+    quantize: bool = setting("FP8 blocks and FP4 experts, as released, instead of bf16.", default=False)
+    into: str | None = setting(
+        "Target checkpoint, a directory, to put the draft beside: a shard and a merged index; its files stay.",
+        default=None,
+    )
+    engine: str | None = field(
+        default=None, metadata={"help": "Engine to check the draft for: vllm or sglang.", "aliases": ["--for"]}
+    )
+
+    def __post_init__(self):
+        if self.format != "deepseek":
+            raise ValueError(f"`format` is {self.format!r}; the one there is is deepseek.")
+        if self.output is None and self.into is None:
+            raise ValueError("Give the folder to write, `output`, or the target's, `into`.")
+        if self.engine not in (None, "vllm", "sglang"):
+            raise ValueError(f"`for` is {self.engine!r}; choose vllm or sglang.")
 
 
 @dataclass
@@ -166,7 +256,9 @@ class SettingsParser(HfArgumentParser):
     def __init__(self, dataclass_types: Sequence[type], positionals: Sequence[str] = (), **kwargs):
         super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
         self.positionals = positionals
-        self.settings = [f.name for dtype in dataclass_types for f in fields(dtype) if f.init]
+        known = [f for dtype in dataclass_types for f in fields(dtype) if f.init]
+        self.settings = [f.name for f in known]
+        self.settings += [alias.lstrip("-") for f in known for alias in f.metadata.get("aliases", ())]
 
     def error(self, message: str):
         raise ValueError(message)

@@ -3,10 +3,13 @@
 import os
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,13 +21,40 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..configuration.configuration_draft import propose_mask_token_ids
 from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from ..modeling.confidence_schedule import CostTable, measure_cost_table
+from ..modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from ..modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from .draft_trainer import DraftTrainer
+from .dspark_trainer import DSparkTrainer
+from .evaluation import eval_mode
 
 MEASURED_STEPS = 5  # of training, after a first one that is slower, for the time estimate
-RUN_SHAPE = ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers", "sliding_window", "is_causal")
+
+
+@dataclass(frozen=True)
+class DraftType:
+    """What a draft is made of; `shape` names the settings that a run cannot change halfway, beside the common ones."""
+
+    config: type
+    model: type
+    trainer: type[DraftTrainer]
+    shape: tuple[str, ...]
+
+
+DRAFT_TYPES = {
+    "dflash": DraftType(KimiK3DFlashConfig, KimiK3DFlashDraftModel, DraftTrainer, ("sliding_window", "is_causal")),
+    "dspark": DraftType(
+        DeepseekV41DSparkConfig,
+        DeepseekV41DSparkModel,
+        DSparkTrainer,
+        ("sliding_window", "markov_rank", "confidence_head", "confidence_input", "n_routed_experts"),
+    ),
+}
+COMMON_SHAPE = ("model_type", "block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers")
 
 
 def load_target(
@@ -54,13 +84,39 @@ def load_draft(name: str, dtype: torch.dtype | str = "auto", trust_remote_code: 
 
 
 def new_draft(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None = None, **shape
-) -> KimiK3DFlashDraftModel:
-    """An untrained fp32 draft for a target; `shape` is that of [`KimiK3DFlashConfig.from_target_config`]."""
-    if mask_token_id is None:
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft_type: str = "dflash",
+    mask_token_id: int | None = None,
+    **shape,
+) -> PreTrainedModel:
+    """An untrained fp32 draft for a target; `shape` is that of its configuration's `from_target_config`."""
+    kind = DRAFT_TYPES[draft_type]
+    # A DeepSeek V4.1 target names the mask token of its DSpark draft.
+    named = draft_type == "dspark" and isinstance(target.config.get_text_config(), DeepseekV41TextConfig)
+    if mask_token_id is None and not named:
         mask_token_id = propose_mask_token_ids(tokenizer, len(target.get_input_embeddings().weight))[0]
-    config = KimiK3DFlashConfig.from_target_config(target.config, mask_token_id=mask_token_id, **shape)
-    return KimiK3DFlashDraftModel(config)
+    return kind.model(kind.config.from_target_config(target.config, mask_token_id=mask_token_id, **shape))
+
+
+def new_trainer(draft: PreTrainedModel, *args, **kwargs) -> DraftTrainer:
+    """The trainer of a draft's type; the arguments are those of [`DraftTrainer`]."""
+    return _type_of(draft.config).trainer(draft, *args, **kwargs)
+
+
+def _type_of(config) -> DraftType:
+    """By name: a draft that was loaded with the code beside it has classes of its own."""
+    [kind] = [kind for kind in DRAFT_TYPES.values() if kind.config.model_type == config.model_type]
+    return kind
+
+
+def cost_table(
+    target: PreTrainedModel, draft: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int = 64
+) -> CostTable:
+    """What rounds cost on this machine, measured on the answer to a prompt; the answer does not stop by itself."""
+    input_ids = torch.tensor([list(prompt)], device=target.device)
+    with eval_mode(target, draft):
+        return measure_cost_table(target, draft, input_ids, max_new_tokens, min_new_tokens=max_new_tokens)
 
 
 def check_path(setting: str, name: str) -> None:
@@ -128,8 +184,8 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
 
 def check_same_run(trainer: DraftTrainer, checkpoint: str) -> None:
     """Refuses to put a checkpoint's weights into a draft of another shape."""
-    config, saved = trainer.draft_config, KimiK3DFlashConfig.from_pretrained(checkpoint)
-    for name in RUN_SHAPE:
+    config, saved = trainer.draft_config, AutoConfig.from_pretrained(checkpoint)
+    for name in (*COMMON_SHAPE, *_type_of(config).shape):
         if getattr(config, name) != getattr(saved, name):
             raise ValueError(
                 f"`{name}` is {getattr(config, name)}, but {checkpoint} was trained with {getattr(saved, name)}. "

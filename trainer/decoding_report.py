@@ -9,6 +9,7 @@ from functools import cached_property
 from .text_loops import is_looping
 
 MAX_TIE_SHARE = 0.01
+OFF = "off"  # the confidence schedule that verifies every drafted token
 HEADLINE = ("prompts", "tau", "tau_without_loops", "looping_share", "speedup")
 
 
@@ -21,6 +22,7 @@ class Answer:
         tokens: the answer's ids, a stop token included.
         accepted_lengths: tokens committed by each verification round, the bonus included; what follows a stop or the
             limit, and the prefill's token, excluded.
+        verified_lengths: rows that each round ran through the target, the anchor's included.
         seconds: wall-clock of the whole call (`wall`), and of its parts: `prefill`, `target` (verification), `draft`,
             `rest` (the loop's own work).
         plain: by plain decoder, its answer's tokens and its wall-clock seconds; empty if not compared.
@@ -32,6 +34,7 @@ class Answer:
     prompt_length: int
     tokens: list[int]
     accepted_lengths: list[int]
+    verified_lengths: list[int]
     seconds: dict[str, float]
     plain: dict[str, tuple[int, float]] = field(default_factory=dict)
     plain_step_seconds: float | None = None
@@ -47,13 +50,18 @@ class DecodingReport:
     """Answers of a draft and its target, and what follows from them. NaN is what no round or comparison defines.
 
     Attributes:
-        block_size: as served; `max_new_tokens`: the limit of an answer.
+        block_size: as served; `drafted`: the tokens that such a block drafts, one fewer where the anchor has a slot of
+            its own.
+        confidence_schedule: name of what chose the drafted tokens to verify; "off" if all were.
+        max_new_tokens: the limit of an answer.
         dtype, device, threads: of the target, for the plain decoders too.
         tie_gap: logits this close are a tie.
         checks_equality: whether answers must equal greedy decoding: an fp32 target, greedy, compared.
     """
 
     block_size: int
+    drafted: int
+    confidence_schedule: str
     max_new_tokens: int
     dtype: str
     device: str
@@ -78,20 +86,27 @@ class DecodingReport:
         return _mean([n for answer in self.answers if not answer.is_looping for n in answer.accepted_lengths])
 
     @property
+    def rows_per_token(self) -> float:
+        """Rows that verification ran through the target / tokens it committed; 1 for plain decoding."""
+        rows = sum(length for answer in self.answers for length in answer.verified_lengths)
+        return _ratio(rows, sum(self.accepted_lengths))
+
+    @property
     def looping_share(self) -> float:
         return _mean([answer.is_looping for answer in self.answers])
 
     @property
     def histogram(self) -> dict[int, int]:
-        """Number of rounds by accepted length, 1 to `block_size`."""
+        """Number of rounds by accepted length, 1 to `drafted` + 1."""
         counts = Counter(self.accepted_lengths)
-        return {length: counts[length] for length in range(1, self.block_size + 1)}
+        return {length: counts[length] for length in range(1, self.drafted + 2)}
 
     @property
     def acceptance_by_slot(self) -> list[float]:
-        """Share of rounds that committed more than k tokens, for slots k = 1..`block_size` - 1: sums to tau - 1."""
+        """Share of rounds that committed more than k tokens, for k = 1..`drafted`: sums to tau - 1. A round that did
+        not verify the k-th drafted token counts as one that did not commit it."""
         lengths = self.accepted_lengths
-        return [_mean([length > slot for length in lengths]) for slot in range(1, self.block_size)]
+        return [_mean([length > slot for length in lengths]) for slot in range(1, self.drafted + 1)]
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,11 +164,11 @@ class DecodingReport:
     def metrics(self) -> dict[str, float]:
         """Flat numbers; the keys are always the same.
 
-        `tau`, `tau_without_loops`; `looping_answers` (count), `looping_share`; `prompts`, `rounds`, `tokens`;
-        `tokens_per_second`, `baseline_tokens_per_second` (the faster plain decoder), `speedup`; `target_share`,
-        `draft_share`, `rest_share` of a round's time; `verification_steps`, `draft_steps`: a verification and a draft
-        forward, in plain decoding steps; `differences`: answers unlike greedy `generate()`, `differences_at_ties` of
-        them at a tie. What needs plain decoding is NaN without it.
+        `tau`, `tau_without_loops`; `rows_per_token`; `looping_answers` (count), `looping_share`; `prompts`, `rounds`,
+        `tokens`; `tokens_per_second`, `baseline_tokens_per_second` (the faster plain decoder), `speedup`;
+        `target_share`, `draft_share`, `rest_share` of a round's time; `verification_steps`, `draft_steps`: a
+        verification and a draft forward, in plain decoding steps; `differences`: answers unlike greedy `generate()`,
+        `differences_at_ties` of them at a tie. What needs plain decoding is NaN without it.
         """
         round_seconds = self.round_seconds
         whole = sum(round_seconds.values())
@@ -162,6 +177,7 @@ class DecodingReport:
         metrics = {
             "tau": self.tau,
             "tau_without_loops": self.tau_without_loops,
+            "rows_per_token": self.rows_per_token,
             "looping_answers": sum(answer.is_looping for answer in self.answers),
             "looping_share": self.looping_share,
             "prompts": len(self.answers),
@@ -187,10 +203,13 @@ class DecodingReport:
         m, plain, parts = self.metrics(), self.plain_tokens_per_second, self.round_seconds
         rows = {
             "target": f"{self.dtype} on {self.device}, CPU threads: {self.threads}",
+            "drafted tokens a block": str(self.drafted),
+            "confidence schedule": self.confidence_schedule,
             "prompts; answer limit": f"{m['prompts']:.0f}; {self.max_new_tokens} tokens",
             "tokens; rounds": f"{m['tokens']:.0f}; {m['rounds']:.0f}",
             "tau (tokens a round)": f"{m['tau']:.2f}",
             "tau without looping answers": f"{m['tau_without_loops']:.2f}",
+            "rows through the target a token": f"{m['rows_per_token']:.2f}",
             "looping answers": f"{m['looping_answers']:.0f} ({m['looping_share']:.0%})",
             "tokens/s with draft": f"{m['tokens_per_second']:.1f}",
         }
@@ -224,11 +243,21 @@ class DecodingReport:
         return without_nan(derived | asdict(self))
 
 
+def column_names(reports: Sequence[DecodingReport]) -> tuple[str, list[str]]:
+    """What tells reports of one measurement apart, and its value in each: the confidence schedule where they differ in
+    that, else the block size."""
+    schedules = [report.confidence_schedule for report in reports]
+    if len(set(schedules)) > 1:
+        return "confidence schedule", schedules
+    return "block size", [str(report.block_size) for report in reports]
+
+
 def decoding_table(reports: Sequence[DecodingReport]) -> str:
-    """Reports of one measurement side by side, a column for each block size, as a Markdown table."""
+    """Reports of one measurement side by side, a column for each, as a Markdown table."""
     rows = [report.rows() for report in reports]
-    header = ("block size", *(str(report.block_size) for report in reports))
-    return markdown_table(header, [(name, *(values[name] for values in rows)) for name in rows[0]])
+    title, names = column_names(reports)
+    header = (title, *names)
+    return markdown_table(header, [(name, *(values[name] for values in rows)) for name in rows[0] if name != title])
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

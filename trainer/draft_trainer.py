@@ -25,7 +25,7 @@ from ..modeling.target_features import capture_features
 from .anchors import Anchors, document_remaining, legal_anchors, sample_anchors, sample_prefix_lengths
 from .data import DraftCollator
 from .evaluation import evaluate_decoding, held_out_prompts
-from .objectives import BlockLoss, block_loss, build_block_inputs, build_block_targets, slot_weights
+from .objectives import BlockLoss, BlockTargets, block_loss, build_block_inputs, build_block_targets, slot_weights
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -44,6 +44,9 @@ class DraftTrainer(Trainer):
     holds `anchor_positions`, `block_keep_mask` `[B, N]` and `prefix_lengths` `[B, N]`. The loss of an accumulation
     window is the weighted mean over all of its blocks on all ranks.
 
+    The objective here is DFlash's; a subclass that has another one defines `objectives`, `slot_layout`, `loss_class`,
+    `prepare_draft`, `objective_settings`, `legal_anchors`, `block_weights` and `block_loss`.
+
     Args:
         model ([`DraftPreTrainedModel`]): the draft.
         target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients,
@@ -53,8 +56,12 @@ class DraftTrainer(Trainer):
         kwargs: those of [`~transformers.Trainer`]; `processing_class` is the target's tokenizer.
 
     Raises:
-        ValueError: if draft and target do not fit.
+        ValueError: if draft and target do not fit, or `args.loss_type` is not an objective of this draft.
     """
+
+    objectives = ("fixed_anchor", "variable_prefix")
+    slot_layout = "1+N"
+    loss_class: type[BlockLoss] = BlockLoss
 
     def __init__(
         self,
@@ -75,23 +82,44 @@ class DraftTrainer(Trainer):
             self.target.to(args.device)
         check_pair(target, model, self.processing_class)
         self.draft_config = self.accelerator.unwrap_model(self.model).config
+        if self.draft_config.slot_layout != self.slot_layout:
+            raise ValueError(
+                f"{type(self).__name__} trains drafts with `slot_layout` {self.slot_layout!r}, not "
+                f'{self.draft_config.slot_layout!r}: take DraftTrainer for "1+N", DSparkTrainer for "N".'
+            )
         self.gamma = args.gamma(self.draft_config.block_size)
+        self.loss_type = args.loss_type or self.objectives[0]
+        if self.loss_type not in self.objectives:
+            raise ValueError(
+                f"`loss_type` is {self.loss_type!r}: a {self.draft_config.model_type} draft trains with "
+                f"{' or '.join(self.objectives)}."
+            )
+        if unused := args.unused_settings(self.loss_type):
+            logger.warning(f"The objective {self.loss_type} does not use {', '.join(unused)}.")
+        self.prepare_draft()
+        self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
+        self.draft_config.target = target_record(target, self.processing_class, target_revision)
+        self.draft_config.objective = {
+            "loss_type": self.loss_type,
+            "loss_decay_gamma": self.gamma,
+            "num_anchors": args.num_anchors,
+        } | self.objective_settings()
+        self._window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
+        self.card_metrics: dict[str, dict[str, float]] | None = None
+
+    def prepare_draft(self) -> None:
+        """What an objective has to check or set before training."""
         if not self.draft_config.is_causal and self.draft_config.sliding_window is None:
             logger.warning(
                 "The draft is bidirectional (`is_causal=False`), without positions or a `sliding_window`: its masked "
                 "slots cannot tell themselves apart and all predict the same distribution. Set `is_causal=True`."
             )
-        self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
-        self.draft_config.target = target_record(target, self.processing_class, target_revision)
-        self.draft_config.objective = {
-            "loss_type": args.loss_type,
-            "loss_decay_gamma": self.gamma,
-            "num_anchors": args.num_anchors,
-        }
-        if args.loss_type == "variable_prefix":
-            self.draft_config.objective["prefix_weight_base"] = args.prefix_weight_base
-        self._window = LogWindow(self.draft_config.block_size, self.args.device)
-        self.card_metrics: dict[str, dict[str, float]] | None = None
+
+    def objective_settings(self) -> dict:
+        """What the draft's configuration records about the objective, beside its name, decay and anchors."""
+        if self.loss_type == "variable_prefix":
+            return {"prefix_weight_base": self.args.prefix_weight_base}
+        return {}
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -100,7 +128,7 @@ class DraftTrainer(Trainer):
         for batch in batch_samples:
             self.place_blocks(batch, self.state.global_step)
             self._window.count_rows(batch["block_keep_mask"])
-        weights = [self._block_weights(batch).sum() for batch in batch_samples]
+        weights = [self.block_weights(batch).sum() for batch in batch_samples]
         total = torch.stack(weights).sum().to(device) if weights else torch.zeros((), device=device)
         return self.accelerator.gather(total).sum()
 
@@ -112,27 +140,37 @@ class DraftTrainer(Trainer):
             )
         args, block_size, row_ids = self.args, self.draft_config.block_size, batch["row_id"].tolist()
         if "anchor_positions" not in batch:
-            lengths = batch["attention_mask"].sum(-1)
-            remaining = None
-            if "document_ids" in batch:
-                remaining = document_remaining(batch["document_ids"], lengths)
-            legal = legal_anchors(batch["loss_mask"], block_size, lengths, remaining)
+            legal = self.legal_anchors(batch["loss_mask"], batch["attention_mask"].sum(-1), self.remaining(batch))
             anchors = sample_anchors(legal, args.num_anchors, args.seed, step, row_ids)
             if anchors.keep.shape[1] == 0:
                 # One padded block: the forward runs, every parameter gets a zero gradient, no rank waits for this one.
                 anchors = Anchors(*(torch.nn.functional.pad(tensor, (0, 1)) for tensor in anchors))
             batch["anchor_positions"], batch["block_keep_mask"] = anchors
-        if args.loss_type == "variable_prefix" and "prefix_lengths" not in batch:
+        if self.loss_type == "variable_prefix" and "prefix_lengths" not in batch:
             batch["prefix_lengths"] = sample_prefix_lengths(
                 batch["block_keep_mask"], block_size, args.prefix_weight_base, args.seed, step, row_ids
             )
 
-    def _block_targets(self, batch: dict):
+    def legal_anchors(
+        self, loss_mask: torch.Tensor, lengths: torch.Tensor, remaining: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`[B, S]` bool: where a block of this objective may stand."""
+        return legal_anchors(loss_mask, self.draft_config.block_size, lengths, remaining)
+
+    @staticmethod
+    def remaining(batch: dict) -> torch.Tensor | None:
+        """`[B, S]` tokens after each position in its document, where the rows are packed."""
+        if "document_ids" not in batch:
+            return None
+        return document_remaining(batch["document_ids"], batch["attention_mask"].sum(-1))
+
+    def block_weights(self, batch: dict) -> torch.Tensor:
+        """`[B, N, block_size]` loss weights of a batch whose blocks are placed, known before any forward."""
+        return slot_weights(self._block_targets(batch).mask, batch.get("prefix_lengths", 1), self.gamma)
+
+    def _block_targets(self, batch: dict) -> BlockTargets:
         anchors = (batch["anchor_positions"], batch["block_keep_mask"])
         return build_block_targets(batch["input_ids"], batch["loss_mask"], *anchors, self.draft_config.block_size)
-
-    def _block_weights(self, batch: dict) -> torch.Tensor:
-        return slot_weights(self._block_targets(batch).mask, batch.get("prefix_lengths", 1), self.gamma)
 
     def compute_loss(
         self,
@@ -187,6 +225,14 @@ class DraftTrainer(Trainer):
     def target_features(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """`[B, S, features * hidden_size]`: one frozen forward, ended after the last layer that the draft reads."""
         config = self.draft_config
+        with capture_features(
+            self.target, config.target_layer_ids, config.capture_point, stop_after_last=True
+        ) as capture:
+            capture.run(**self.target_inputs(inputs))
+            return capture.features(self.args.device)
+
+    def target_inputs(self, inputs: dict[str, torch.Tensor]) -> dict:
+        """What the target's forward gets for a batch."""
         if "document_ids" not in inputs:
             context = {"attention_mask": inputs["attention_mask"]}
         elif self._target_takes_documents:
@@ -196,11 +242,7 @@ class DraftTrainer(Trainer):
                 f"The rows are packed (`document_ids`), but {type(self.target).__name__} cannot keep documents apart. "
                 "Train on unpacked rows."
             )
-        with capture_features(
-            self.target, config.target_layer_ids, config.capture_point, stop_after_last=True
-        ) as capture:
-            capture.run(input_ids=inputs["input_ids"], use_cache=False, **context)
-            return capture.features(self.args.device)
+        return {"input_ids": inputs["input_ids"], "use_cache": False} | context
 
     # ---- evaluation and logs ------------------------------------------------------------------------------------
 
@@ -210,7 +252,8 @@ class DraftTrainer(Trainer):
         `args.eval_decode_prompts` of their prompts on the main process.
         """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        training, window = self.model.training, LogWindow(self.draft_config.block_size, self.args.device)
+        training = self.model.training
+        window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
         self.model.eval()
         with torch.no_grad():
             for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
@@ -250,7 +293,7 @@ class DraftTrainer(Trainer):
         """Adds accuracy, estimated tau, acceptance by slot, supervised tokens a second and rows without an anchor."""
         if "loss" in logs:
             logs = self._window.metrics(self.accelerator) | logs  # the loss stays the Trainer's own, a mean over steps
-            self._window = LogWindow(self.draft_config.block_size, self.args.device)
+            self._window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
         super().log(logs, start_time)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -312,8 +355,8 @@ class DraftTrainer(Trainer):
 class LogWindow:
     """Sums of block losses since the last log, and how many rows had no anchor."""
 
-    def __init__(self, block_size: int, device: torch.device):
-        self._total = BlockLoss.zeros(block_size, device)
+    def __init__(self, loss_class: type[BlockLoss], block_size: int, device: torch.device):
+        self._total = loss_class.zeros(block_size, device)
         self._rows = torch.zeros(2, device=device)  # all, and those without an anchor
         self._start = time.perf_counter()
 
@@ -326,17 +369,16 @@ class LogWindow:
 
     def metrics(self, accelerator) -> dict[str, float]:
         """Ratios of the sums over all ranks; a slot's acceptance counts it and every slot before it as right."""
-        total = BlockLoss(**accelerator.reduce(vars(self._total)))
+        total = type(self._total)(**accelerator.reduce(vars(self._total)))
         rows, without_anchor = accelerator.reduce(self._rows).tolist()
         metrics = {"rows_without_anchor": without_anchor / max(rows, 1)}
         if total.valid_blocks:
             estimates = total.metrics()
             metrics |= {
                 "loss": total.loss.item(),
-                "accuracy": estimates["accuracy"],
-                "estimated_tau": estimates["accept_len"],
+                "estimated_tau": estimates.pop("accept_len"),
                 "supervised_tokens_per_second": total.slot_valid.sum().item() / (time.perf_counter() - self._start),
-            }
+            } | estimates
             for slot in total.slot_valid.nonzero().flatten().tolist():
                 metrics[f"acceptance_slot_{slot}"] = (total.slot_accepted[slot] / total.slot_valid[slot]).item()
         return metrics

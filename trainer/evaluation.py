@@ -17,15 +17,18 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from ..modeling.block_decoding import block_decode
+from ..modeling.block_decoding import block_decode, num_candidates
+from ..modeling.confidence_schedule import ConfidenceThreshold, CostTable
 from ..modeling.plain_decoding import plain_decode
-from .decoding_report import Answer, DecodingReport
+from .decoding_report import OFF, Answer, DecodingReport
 
 logger = logging.get_logger(__name__)
 
 # A first difference from greedy decoding is a tie where the two best logits of plain decoding lie this close.
 TIE_GAP, KIMI_K3_TIE_GAP = 1e-3, 1e-4
 WARM_UP_TOKENS = 8
+# Calibrated confidences of a round's candidates -> how many of them to verify.
+Schedule = Callable[[list[float]], int]
 GENERATE, PLAIN_LOOP = "generate()", "plain loop"
 
 
@@ -70,6 +73,7 @@ def evaluate_decoding(
     max_new_tokens: int = 64,
     generation_config: GenerationConfig | None = None,
     compare_with_plain: bool = True,
+    confidence_schedule: Schedule | None = None,
     disable_tqdm: bool | None = None,
 ) -> DecodingReport:
     """Decodes every prompt with the draft and, to compare, with `generate()` and with the same loop without a draft.
@@ -80,14 +84,15 @@ def evaluate_decoding(
         max_new_tokens: longest answer; replaces the length settings of `generation_config`.
         generation_config: of the answers; default: greedy, with the target's stop tokens.
         compare_with_plain: without it, no speed-up and no check against greedy decoding, in a fraction of the time.
+        confidence_schedule: which drafted tokens are verified; `None` for all.
         disable_tqdm: hides the progress bar; `None` where there is no terminal.
 
     Raises:
         ValueError: without prompts, or if draft and target do not fit.
     """
-    sizes = [draft.config.block_size]
+    served = [_Served(draft.config.block_size, confidence_schedule, _schedule_name(confidence_schedule))]
     [report] = _evaluate(
-        target, draft, prompts, sizes, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+        target, draft, prompts, served, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
     )
     return report
 
@@ -99,6 +104,7 @@ def fastest_block_size(
     block_sizes: Sequence[int] | None = None,
     max_new_tokens: int = 64,
     generation_config: GenerationConfig | None = None,
+    confidence_schedule: Schedule | None = None,
     disable_tqdm: bool | None = None,
 ) -> tuple[int, dict[int, DecodingReport]]:
     """Which block size to serve a draft with: a shorter block than the trained one can be faster, since drafting and
@@ -110,11 +116,48 @@ def fastest_block_size(
     Returns:
         The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side.
     """
-    trained = draft.config.block_size
+    trained, name = draft.config.block_size, _schedule_name(confidence_schedule)
     sizes = sorted(set(block_sizes or (max(2, trained * quarter // 4) for quarter in range(1, 5))))
-    reports = _evaluate(target, draft, prompts, sizes, max_new_tokens, generation_config, True, disable_tqdm)
+    served = [_Served(size, confidence_schedule, name) for size in sizes]
+    reports = _evaluate(target, draft, prompts, served, max_new_tokens, generation_config, True, disable_tqdm)
     by_size = dict(zip(sizes, reports, strict=True))
     return max(by_size, key=lambda size: by_size[size].speedup), by_size
+
+
+def compare_schedules(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    schedules: dict[str, Schedule | None],
+    max_new_tokens: int = 64,
+    generation_config: GenerationConfig | None = None,
+    compare_with_plain: bool = True,
+    disable_tqdm: bool | None = None,
+) -> dict[str, DecodingReport]:
+    """What confidence schedules change on the same prompts, measured in turn.
+
+    ```python
+    costs = measure_cost_table(target, draft, torch.tensor([prompts[0]]))
+    schedules = {"off": None, "threshold 0.3": ConfidenceThreshold(0.3), "cost table": costs}
+    print(decoding_table([*compare_schedules(target, draft, prompts, schedules).values()]))
+    ```
+
+    Args:
+        schedules: by the name to report; `None` verifies every drafted token.
+
+    Returns:
+        The report of each, in the order given.
+
+    Raises:
+        ValueError: without schedules, or as [`evaluate_decoding`].
+    """
+    if not schedules:
+        raise ValueError("`schedules` is empty: give at least one, `None` stands for verifying everything.")
+    served = [_Served(draft.config.block_size, schedule, name) for name, schedule in schedules.items()]
+    reports = _evaluate(
+        target, draft, prompts, served, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+    )
+    return dict(zip(schedules, reports, strict=True))
 
 
 @contextmanager
@@ -136,6 +179,43 @@ def served_block_size(draft: PreTrainedModel, block_size: int) -> Iterator[None]
         draft.config.block_size = trained
 
 
+@contextmanager
+def eval_mode(*models: PreTrainedModel) -> Iterator[None]:
+    """Puts models into evaluation mode, then back into the mode each was in."""
+    training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, training, strict=True):
+            model.train(mode)
+
+
+def answer_settings(generation_config: GenerationConfig | None, max_new_tokens: int) -> GenerationConfig:
+    """A copy of the caller's settings, or greedy ones, with this limit, that makes decoders return their numbers."""
+    config = copy.deepcopy(generation_config) or GenerationConfig(do_sample=False)
+    config.max_length, config.max_new_tokens, config.return_dict_in_generate = None, max_new_tokens, True
+    return config
+
+
+@dataclass
+class _Served:
+    """One way to serve a draft: a column of a comparison."""
+
+    block_size: int
+    schedule: Schedule | None
+    schedule_name: str
+
+
+def _schedule_name(schedule: Schedule | None) -> str:
+    if isinstance(schedule, ConfidenceThreshold):
+        return f"threshold {schedule.threshold:g}"
+    if isinstance(schedule, CostTable):
+        return "cost table"
+    return OFF if schedule is None else type(schedule).__name__
+
+
 @dataclass
 class _Run:
     """One call of one decoder: the answer, its wall-clock seconds, and what the decoder returned."""
@@ -146,39 +226,40 @@ class _Run:
 
 
 def _evaluate(
-    target, draft, prompts, block_sizes, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+    target, draft, prompts, served: list[_Served], max_new_tokens, generation_config, compare_with_plain, disable_tqdm
 ) -> list[DecodingReport]:
-    """One report for each block size, from one interleaved measurement."""
+    """One report for each way to serve the draft, from one interleaved measurement."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("`prompts` must be token ids of at least one prompt, none of them empty.")
-    config = copy.deepcopy(generation_config) or GenerationConfig(do_sample=False)
-    config.max_length, config.max_new_tokens, config.return_dict_in_generate = None, max_new_tokens, True
+    config = answer_settings(generation_config, max_new_tokens)
 
     def plain_loop(**inputs):
         return plain_decode(target, **inputs)
 
-    def with_block(block_size: int, **inputs):
-        with served_block_size(draft, block_size):
-            return target.generate(**inputs, custom_generate=block_decode, draft=draft)
+    def with_draft(way: _Served, **inputs):
+        with served_block_size(draft, way.block_size):
+            return target.generate(
+                **inputs, custom_generate=block_decode, draft=draft, confidence_schedule=way.schedule
+            )
 
-    decoders: dict[str | int, Callable] = {size: partial(with_block, size) for size in block_sizes}
+    decoders: dict[str | int, Callable] = {i: partial(with_draft, way) for i, way in enumerate(served)}
     if compare_with_plain:
         decoders |= {GENERATE: target.generate, PLAIN_LOOP: plain_loop}
     check_equality = compare_with_plain and not config.do_sample
 
-    answers: dict[int, list[Answer]] = {size: [] for size in block_sizes}
-    with _eval_mode(target, draft):
+    answers: list[list[Answer]] = [[] for _ in served]
+    with eval_mode(target, draft):
         for decode in decoders.values():
             _run(target, decode, prompts[0], config, min(max_new_tokens, WARM_UP_TOKENS))
         for index, prompt in enumerate(tqdm(prompts, desc="Decoding", disable=disable_tqdm)):
             prefill = _run(target, plain_loop, prompt, config, 1).output.seconds["target"]
             order = random.Random(index).sample([*decoders], len(decoders))
             runs = {name: _run(target, decoders[name], prompt, config) for name in order}
-            for size in block_sizes:
-                answer = _answer(runs, size, len(prompt), prefill)
+            for i, column in enumerate(answers):
+                answer = _answer(runs, i, len(prompt), prefill)
                 if check_equality and answer.tokens != runs[GENERATE].tokens:
                     answer.difference = _difference(target, prompt, answer.tokens, runs[GENERATE].tokens, config)
-                answers[size].append(answer)
+                column.append(answer)
     settings = {
         "max_new_tokens": max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -187,19 +268,12 @@ def _evaluate(
         "tie_gap": KIMI_K3_TIE_GAP if target.config.model_type.startswith("kimi_k3") else TIE_GAP,
         "checks_equality": check_equality and target.dtype == torch.float32,
     }
-    return [DecodingReport(block_size=size, answers=answers[size], **settings) for size in block_sizes]
-
-
-@contextmanager
-def _eval_mode(*models: PreTrainedModel) -> Iterator[None]:
-    training = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, mode in zip(models, training, strict=True):
-            model.train(mode)
+    reports = []
+    for way, column in zip(served, answers, strict=True):
+        with served_block_size(draft, way.block_size):
+            drafted = num_candidates(draft.config)
+        reports.append(DecodingReport(way.block_size, drafted, way.schedule_name, **settings, answers=column))
+    return reports
 
 
 def _run(
@@ -219,8 +293,8 @@ def _run(
     return _Run(tokens, time.perf_counter() - start, output)
 
 
-def _answer(runs: dict[str | int, _Run], block_size: int, prompt_length: int, prefill: float) -> Answer:
-    run = runs[block_size]
+def _answer(runs: dict[str | int, _Run], way: int, prompt_length: int, prefill: float) -> Answer:
+    run = runs[way]
     loop = run.output.seconds
     seconds = {
         "wall": run.wall,
@@ -229,7 +303,8 @@ def _answer(runs: dict[str | int, _Run], block_size: int, prompt_length: int, pr
         "draft": loop["draft"],
         "rest": loop["total"] - loop["target"] - loop["draft"],
     }
-    answer = Answer(prompt_length, run.tokens, run.output.accepted_lengths, seconds)
+    lengths = (run.output.accepted_lengths, run.output.verified_lengths)
+    answer = Answer(prompt_length, run.tokens, *lengths, seconds)
     if PLAIN_LOOP in runs:
         answer.plain = {name: (len(runs[name].tokens), runs[name].wall) for name in (GENERATE, PLAIN_LOOP)}
         if steps := len(runs[PLAIN_LOOP].tokens) - 1:

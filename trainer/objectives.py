@@ -6,21 +6,20 @@ Both objectives are one formula. Of a block at anchor a, `prefix` slots are know
 - variable prefix: a random prefix of 2 or more tokens, see [`blockdraft.trainer.anchors.sample_prefix_lengths`].
 
 Slot j is supervised where j >= prefix and the loss mask has its label, with weight `exp(-(j - prefix) / gamma)`; the
-loss is the weighted mean over the whole batch. A layout whose slot 0 predicts too has `prefix = 0`, `label_start = 1`.
+loss is the weighted mean over the whole batch. A layout whose slot 0 predicts too has `prefix = 0`, `label_start = 1`:
+its objective, with three terms, is in [`blockdraft.trainer.dspark_objective`] and uses the parts that are here.
 
 Everything comes back as sums, so that a caller can divide by a weight gathered over accumulation steps and ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-OBJECTIVES = ("fixed_anchor", "variable_prefix")
 
 
 class BlockTargets(NamedTuple):
@@ -47,7 +46,7 @@ class BlockLoss:
         slot_valid (`[block_size]` float32): supervised labels of each slot.
         slot_correct (`[block_size]` float32): of these, labels that are the draft's best token.
         slot_accepted (`[block_size]` float32): of these, labels that are right together with all before them.
-        valid_blocks (`[]` int64): blocks with a supervised slot.
+        valid_blocks (`[]`): blocks with a supervised slot.
     """
 
     loss_sum: Tensor
@@ -58,16 +57,15 @@ class BlockLoss:
     valid_blocks: Tensor
 
     @classmethod
-    def zeros(cls, block_size: int, device: torch.device) -> "BlockLoss":
-        """What sums over many batches start from, in float64."""
-        scalars = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
-        slots = [torch.zeros(block_size, dtype=torch.float64, device=device) for _ in range(3)]
-        return cls(*scalars, *slots, torch.zeros((), dtype=torch.long, device=device))
+    def zeros(cls, block_size: int, device: torch.device) -> Self:
+        """What sums over many batches start from, in float64; the fields named `slot_*` have an entry a slot."""
+        shapes = [[block_size] if field.name.startswith("slot_") else [] for field in fields(cls)]
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
-    def __add__(self, other: "BlockLoss") -> "BlockLoss":
+    def __add__(self, other: Self) -> Self:
         """Sums over both batches, for reports: the result is detached."""
         names = [field.name for field in fields(self)]
-        return BlockLoss(*(getattr(self, name).detach() + getattr(other, name).detach() for name in names))
+        return type(self)(*(getattr(self, name).detach() + getattr(other, name).detach() for name in names))
 
     @property
     def loss(self) -> Tensor:
@@ -174,23 +172,67 @@ def slot_weights(mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | 
     return supervised * torch.exp(-distance / gamma)
 
 
-def block_acceptance(accepted: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor]:
-    """How far verification would follow each block.
-
-    A slot counts if every supervised slot up to and with it is accepted; unsupervised slots (prefix, holes in the loss
-    mask) neither count nor stop.
+def survival(accepted: Tensor, supervised: Tensor) -> Tensor:
+    """How likely verification gets past each slot.
 
     Args:
         accepted (`[B, N, block_size]` bool or float): acceptance, or its probability, of each slot.
         supervised (`[B, N, block_size]`): non-zero where a slot counts.
 
     Returns:
+        `[B, N, block_size]` float32: product over the supervised slots up to and with this one. Unsupervised slots
+        (prefix, holes in the loss mask) do not stop it and are 0 themselves.
+    """
+    counted = supervised != 0
+    return torch.where(counted, accepted.float(), 1.0).cumprod(-1) * counted
+
+
+def block_acceptance(accepted: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor]:
+    """How far verification would follow each block: [`survival`], summed.
+
+    Args:
+        accepted, supervised: those of [`survival`].
+
+    Returns:
         `slot_accepted` (`[block_size]` float32), summed over blocks, and `valid_blocks` (`[]` int64), the number of
         blocks with a supervised slot. Their tokens for each verification are `1 + slot_accepted.sum() / valid_blocks`.
     """
-    counted = supervised != 0
-    survival = torch.where(counted, accepted.float(), 1.0).cumprod(-1) * counted
-    return survival.sum((0, 1)), counted.any(-1).sum()
+    return survival(accepted, supervised).sum((0, 1)), (supervised != 0).any(-1).sum()
+
+
+def sum_over_slots(
+    slot_loss: Callable[..., tuple[Tensor, ...]], supervised: Tensor, inputs: Sequence[Tensor], chunk_size: int
+) -> tuple[Tensor, ...]:
+    """Sums a loss over the supervised slots, `chunk_size` of them at a time.
+
+    With more than one chunk the backward pass computes each anew, so that what a slot needs (logits over the
+    vocabulary) never exists for all of them.
+
+    Args:
+        slot_loss: maps n slots of `inputs` to a tuple: the sum, of any shape, and any number of `[n]` tensors to keep,
+            which carry no gradient.
+        supervised (`[B, N, block_size]`): non-zero where a slot counts.
+        inputs: tensors `[B * N * block_size, ...]`.
+        chunk_size (`int`): most slots at once.
+
+    Returns:
+        The sum, and each kept tensor as `[B, N, block_size]`, zero in unsupervised slots.
+    """
+    index = supervised.flatten().nonzero().flatten()
+    total, kept = 0.0, []
+    # Without a supervised slot there is one empty chunk: a zero that still reaches the draft's parameters, so that no
+    # rank of a data-parallel run waits for the gradients of another.
+    for part in zip(*(tensor[index].split(chunk_size) for tensor in inputs), strict=True):
+        if len(index) > chunk_size:
+            chunk_sum, *chunk_kept = checkpoint(slot_loss, *part, use_reentrant=False)
+        else:
+            chunk_sum, *chunk_kept = slot_loss(*part)
+        total = total + chunk_sum
+        kept.append(chunk_kept)
+    slots = []
+    for values in (torch.cat(chunks) for chunks in zip(*kept, strict=True)):
+        slots.append(values.new_zeros(supervised.numel()).index_put_((index,), values).view(supervised.shape))
+    return total, *slots
 
 
 def block_loss(
@@ -203,8 +245,7 @@ def block_loss(
 ) -> BlockLoss:
     """Weighted cross entropy of the draft's blocks, with its metrics.
 
-    Logits exist for supervised slots only, `chunk_size` of them at a time; with more than one chunk the backward pass
-    computes them anew.
+    Logits exist for supervised slots only, see [`sum_over_slots`].
 
     Args:
         hidden_states (`[B, N * block_size, H]`): the draft's last hidden state.
@@ -215,30 +256,14 @@ def block_loss(
     """
     mask = supervised_slots(targets.mask, prefix_lengths)
     weights = slot_weights(targets.mask, prefix_lengths, gamma)
-    index = mask.flatten().nonzero().flatten()
-    flat = (hidden_states.flatten(0, 1), targets.token_ids.flatten(), weights.flatten())
-    hidden, labels, weight = (values[index] for values in flat)
 
-    def chunk_loss(hidden: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logits = compute_logits(hidden)
-        # Half-precision logits go to fp32, so that the sum over the vocabulary loses nothing more to rounding.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def slot_loss(hidden: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = in_fp32(compute_logits(hidden))
         nll = F.cross_entropy(logits, labels, reduction="none")
         return (nll * weight).sum(), logits.argmax(-1) == labels
 
-    # Without a supervised slot there is one empty chunk: a zero that still reaches the draft's parameters, so that no
-    # rank of a data-parallel run waits for the gradients of another.
-    loss_sum = 0.0
-    correct = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    chunks = [part.split(chunk_size) for part in (index, hidden, labels, weight)]
-    for where, *parts in zip(*chunks, strict=True):
-        if len(index) > chunk_size:
-            chunk_sum, correct[where] = checkpoint(chunk_loss, *parts, use_reentrant=False)
-        else:
-            chunk_sum, correct[where] = chunk_loss(*parts)
-        loss_sum = loss_sum + chunk_sum
-
-    correct = correct.view_as(mask)
+    inputs = (hidden_states.flatten(0, 1), targets.token_ids.flatten(), weights.flatten())
+    loss_sum, correct = sum_over_slots(slot_loss, mask, inputs, chunk_size)
     slot_accepted, valid_blocks = block_acceptance(correct, mask)
     return BlockLoss(
         loss_sum=loss_sum,
@@ -248,6 +273,11 @@ def block_loss(
         slot_accepted=slot_accepted,
         valid_blocks=valid_blocks,
     )
+
+
+def in_fp32(logits: Tensor) -> Tensor:
+    """Half-precision logits go to fp32, so that the sum over the vocabulary loses nothing more to rounding."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _per_block(prefix_lengths: Tensor | int) -> Tensor | int:

@@ -1,20 +1,25 @@
-"""A folder that shows a trained draft: the numbers of real decoding as Markdown and JSON, and plots."""
+"""Folders that show a trained draft: real decoding, or its calibration, as Markdown and JSON with plots."""
 
 import json
 import os
 from pathlib import Path
 
 from ..modeling.atomic_save import staged_directory
-from .decoding_report import DecodingReport, decoding_table, without_nan
+from .calibration_report import CalibrationReport, ReliabilityBins
+from .decoding_report import DecodingReport, column_names, decoding_table, without_nan
 
-REPORT_NAME = "report"
-LOSS, ACCEPTANCE, LENGTHS, ROUND = "loss.png", "acceptance_by_slot.png", "accepted_lengths.png", "round_time.png"
+REPORT_NAME, CALIBRATION_NAME, RELIABILITY = "report", "calibration", "reliability.png"
+LOSS, LEARNED, EXPERTS = "loss.png", "acceptance_in_training.png", "expert_load.png"
+ACCEPTANCE, LENGTHS, ROUND = "acceptance_by_slot.png", "accepted_lengths.png", "round_time.png"
 CAPTIONS = {
     LOSS: "Loss over training",
+    LEARNED: "Teacher-forced acceptance over training",
+    EXPERTS: "Load of the experts over training",
     ACCEPTANCE: "Acceptance by slot of the block",
     LENGTHS: "Tokens committed by a round",
     ROUND: "Where the time of a round goes",
 }
+MIN_BIN_ROUNDS = 10  # of a point in the reliability plot
 BLUE, ORANGE, GREEN, GREY = "#3b6ea8", "#d9822b", "#5a9e6f", "#8a8a8a"
 PART_COLOURS = {"target": BLUE, "draft": ORANGE, "rest": GREY}
 
@@ -22,15 +27,16 @@ PART_COLOURS = {"target": BLUE, "draft": ORANGE, "rest": GREY}
 def write_report(
     folder: str | os.PathLike,
     log_history: list[dict],
-    reports: dict[int, DecodingReport],
+    reports: dict[int | str, DecodingReport],
     command: str | None = None,
 ) -> Path:
     """Writes `report.md`, `report.json` and the plots they name; files of an earlier report are replaced.
 
     Args:
         folder: made if absent.
-        log_history: `trainer.state.log_history`, for the loss curve; empty for a draft that was not trained here.
-        reports: by served block size, of one measurement, as [`fastest_block_size`] returns them.
+        log_history: `trainer.state.log_history`, for curves of the loss, of each slot's acceptance and of the experts'
+            load, as far as logged; empty for a draft that was not trained here.
+        reports: of one measurement, as [`fastest_block_size`] or [`compare_schedules`] returns them.
         command: what to run to measure this again.
 
     Returns:
@@ -42,71 +48,152 @@ def write_report(
     if not reports:
         raise ValueError("`reports` is empty: a report shows at least one measurement.")
     measured = list(reports.values())
-    plots = {ACCEPTANCE: _acceptance(measured), LENGTHS: _lengths(measured), ROUND: _round_time(measured)}
-    if any("loss" in entry for entry in log_history):
-        plots = {LOSS: _loss(log_history)} | plots
-    text = ["# Decoding report", decoding_table(measured)]
-    if command is not None:
-        text.append(f"Measured by:\n\n```\n{command}\n```")
-    text += [f"![{CAPTIONS[name]}]({name})" for name in plots]
+    curves = {LOSS: _loss(log_history), LEARNED: _learned(log_history), EXPERTS: _experts(log_history)}
+    plots = {name: figure for name, figure in curves.items() if figure is not None}
+    plots |= {ACCEPTANCE: _acceptance(measured), LENGTHS: _lengths(measured), ROUND: _round_time(measured)}
+    text = [decoding_table(measured), *_measured_by(command), *(f"![{CAPTIONS[name]}]({name})" for name in plots)]
     values = {"command": command, "log_history": log_history, "reports": [report.to_dict() for report in measured]}
+    return _write(folder, REPORT_NAME, ["# Decoding report", *text], values, plots)
+
+
+def write_calibration(folder: str | os.PathLike, report: CalibrationReport, command: str | None = None) -> Path:
+    """Writes `calibration.md`, `calibration.json` and the reliability plot; files of an earlier one are replaced.
+
+    Args:
+        folder: made if absent.
+        command: what to run to measure this again.
+
+    Returns:
+        The path of `calibration.md`.
+    """
+    text = [report.table(), report.summary(), *_measured_by(command), f"![Reliability]({RELIABILITY})"]
+    values = {"command": command} | report.to_dict()
+    plots = {RELIABILITY: reliability_plot(report)}
+    return _write(folder, CALIBRATION_NAME, ["# Confidence calibration", *text], values, plots)
+
+
+def reliability_plot(report: CalibrationReport):
+    """Of each slot and bin of the test rounds, the share that was accepted over what the head said, before and after:
+    a matplotlib `Figure`. A calibrated head lies on the diagonal. A marker's area shows a bin's rounds; bins with
+    fewer than 10 are left out."""
+    figure, panels = _panels("cumulative confidence", "accepted (%)", columns=2)
+    for axes, title, reliability in zip(panels, ("before", "after"), (report.before, report.after), strict=True):
+        axes.plot([0, 1], [0, 100], color=GREY, linewidth=1, linestyle="--")
+        for slot, (bins, colour) in enumerate(zip(reliability.bins, _shades(len(reliability.bins)), strict=True), 1):
+            _plot_bins(axes, bins, colour, f"slot {slot}")
+        axes.set_title(f"{title}: ECE {reliability.mean_ece:.3f}", fontsize=10)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 100)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _plot_bins(axes, bins: ReliabilityBins, colour, label: str) -> None:
+    rounds = sum(bins.rounds)
+    filled = [i for i, count in enumerate(bins.rounds) if count >= MIN_BIN_ROUNDS]
+    confidence = [bins.confidence[i] for i in filled]
+    shares = [100 * bins.accepted[i] for i in filled]
+    axes.plot(confidence, shares, color=colour, linewidth=1.2, label=label)
+    axes.scatter(confidence, shares, [4 + 120 * bins.rounds[i] / rounds for i in filled], color=colour)
+
+
+def _measured_by(command: str | None) -> list[str]:
+    return [] if command is None else [f"Measured by:\n\n```\n{command}\n```"]
+
+
+def _write(folder: str | os.PathLike, name: str, text: list[str], values: dict, plots: dict) -> Path:
     with staged_directory(folder) as staging:
-        (staging / f"{REPORT_NAME}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-        (staging / f"{REPORT_NAME}.json").write_text(
-            json.dumps(without_nan(values), indent=2) + "\n", encoding="utf-8"
-        )
-        for name, figure in plots.items():
-            figure.savefig(staging / name, dpi=150)
-    return Path(folder) / f"{REPORT_NAME}.md"
+        (staging / f"{name}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+        (staging / f"{name}.json").write_text(json.dumps(without_nan(values), indent=2) + "\n", encoding="utf-8")
+        for plot, figure in plots.items():
+            figure.savefig(staging / plot, dpi=150)
+    return Path(folder) / f"{name}.md"
 
 
 def _axes(xlabel: str, ylabel: str, height: float = 3.6):
-    """A figure and its one pair of axes. Made without pyplot, so no global state and no display is touched."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    """A figure and its one pair of axes."""
+    figure, [axes] = _panels(xlabel, ylabel, height=height)
     return figure, axes
 
 
+def _panels(xlabel: str, ylabel: str, height: float = 3.6, columns: int = 1):
+    """A figure and its axes, side by side. Made without pyplot, so no global state and no display is touched."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 + 2.4 * (columns - 1), height), layout="constrained")
+    panels = figure.subplots(1, columns, squeeze=False, sharey=True)[0]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlabel(xlabel)
+    panels[0].set_ylabel(ylabel)
+    return figure, panels
+
+
 def _shades(count: int) -> list:
-    """One colour for each block size, the longest block darkest."""
+    """One colour for each line, the last darkest."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("blocks", ["#a9c4e0", BLUE, "#1d3b5f"])
     return [BLUE] if count == 1 else [colours(i / (count - 1)) for i in range(count)]
 
 
-def _loss(log_history: list[dict]):
-    figure, axes = _axes("optimizer step", "loss (weighted cross-entropy, nats)")
-    for key, label, style in (
-        ("loss", "training", {"color": BLUE}),
-        ("eval_loss", "held out", {"color": ORANGE, "marker": "o"}),
-    ):
-        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, linewidth=1.8, markersize=4, **style)
+def _curves(log_history: list[dict], ylabel: str, styles: dict[str, dict]):
+    """A figure of logged values over steps, each by its key with matplotlib's settings of its line; `None` if there is
+    none of them."""
+    figure, axes = _axes("optimizer step", ylabel)
+    for key, style in styles.items():
+        if points := [(entry["step"], entry[key]) for entry in log_history if key in entry]:
+            axes.plot(*zip(*points, strict=True), **({"linewidth": 1.8, "markersize": 4} | style))
+    if not axes.lines:
+        return None
     if len(axes.lines) > 1:
         axes.legend(frameon=False)
     axes.set_xlim(left=0)
     return figure
 
 
+def _loss(log_history: list[dict]):
+    styles = {
+        "loss": {"label": "training", "color": BLUE},
+        "eval_loss": {"label": "held out", "color": ORANGE, "marker": "o"},
+    }
+    return _curves(log_history, "loss", styles) if any("loss" in entry for entry in log_history) else None
+
+
+def _learned(log_history: list[dict]):
+    prefix = "acceptance_slot_"
+    slots = sorted({int(key.removeprefix(prefix)) for entry in log_history for key in entry if key.startswith(prefix)})
+    styles = {
+        f"{prefix}{slot}": {"label": f"slot {slot}", "color": colour}
+        for slot, colour in zip(slots, _shades(len(slots)), strict=True)
+    }
+    return _curves(log_history, "blocks right up to the slot", styles)
+
+
+def _experts(log_history: list[dict]):
+    styles = {
+        "busiest_expert": {"label": "busiest expert of any layer", "color": ORANGE},
+        "least_used_expert": {"label": "least used", "color": BLUE},
+    }
+    return _curves(log_history, "tokens, in multiples of an even load", styles)
+
+
+def _labels(reports: list[DecodingReport]) -> list[str]:
+    title, names = column_names(reports)
+    return [f"{title} {name}" for name in names] if title == "block size" else names
+
+
 def _acceptance(reports: list[DecodingReport]):
-    figure, axes = _axes("slot of the block", "rounds that accept the slot (%)")
-    for report, colour in zip(reports, _shades(len(reports)), strict=True):
+    figure, axes = _axes("drafted token of the block", "rounds that accept the slot (%)")
+    for report, name, colour in zip(reports, _labels(reports), _shades(len(reports)), strict=True):
         shares = [100 * share for share in report.acceptance_by_slot]
-        label = f"block of {report.block_size}, tau {report.tau:.2f}"
-        axes.plot(
-            range(1, report.block_size), shares, color=colour, marker="o", linewidth=1.8, markersize=4, label=label
-        )
+        label = f"{name}, tau {report.tau:.2f}"
+        slots = range(1, report.drafted + 1)
+        axes.plot(slots, shares, color=colour, marker="o", linewidth=1.8, markersize=4, label=label)
     axes.set_ylim(0, 100)
-    axes.set_xticks(range(1, max(report.block_size for report in reports)))
+    axes.set_xticks(range(1, max(report.drafted for report in reports) + 1))
     axes.legend(frameon=False)
     return figure
 
@@ -114,20 +201,19 @@ def _acceptance(reports: list[DecodingReport]):
 def _lengths(reports: list[DecodingReport]):
     figure, axes = _axes("tokens committed by a round", "% of rounds")
     width = 0.8 / len(reports)
-    for i, (report, colour) in enumerate(zip(reports, _shades(len(reports)), strict=True)):
+    for i, (report, name, colour) in enumerate(zip(reports, _labels(reports), _shades(len(reports)), strict=True)):
         rounds = len(report.accepted_lengths)
         shift = (i - (len(reports) - 1) / 2) * width
         places = [length + shift for length in report.histogram]
         shares = [100 * count / max(rounds, 1) for count in report.histogram.values()]
-        label = f"block of {report.block_size}, {rounds} rounds"
-        axes.bar(places, shares, width * 0.92, color=colour, label=label)
-    axes.set_xticks(range(1, max(report.block_size for report in reports) + 1))
+        axes.bar(places, shares, width * 0.92, color=colour, label=f"{name}, {rounds} rounds")
+    axes.set_xticks(range(1, max(report.drafted for report in reports) + 2))
     axes.legend(frameon=False)
     return figure
 
 
 def _round_time(reports: list[DecodingReport]):
-    bars = {f"block of {report.block_size}": report.round_seconds for report in reports}
+    bars = {name: report.round_seconds for name, report in zip(_labels(reports), reports, strict=True)}
     if reports[0].plain_tokens_per_second:
         bars = {"plain step": {"target": reports[0].plain_step_seconds}} | bars
     figure, axes = _axes("time (ms)", "", height=1.3 + 0.45 * len(bars))

@@ -1,10 +1,22 @@
 """Training arguments of block-parallel drafts; the defaults are the papers'."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
-from .objectives import OBJECTIVES
+# Each objective with the settings that only it reads. A draft's block layout decides which objectives it can have.
+OBJECTIVES = {
+    "fixed_anchor": [],
+    "variable_prefix": ["prefix_weight_base"],
+    "dspark": [
+        "ce_loss_alpha",
+        "l1_loss_alpha",
+        "confidence_head_alpha",
+        "confidence_head_stop_gradient",
+        "expert_bias_step",
+    ],
+}
 
 
 def default_loss_decay_gamma(block_size: int) -> float:
@@ -22,9 +34,13 @@ class DraftTrainingArguments(TrainingArguments):
         ValueError: if a setting cannot be; the message names it.
     """
 
-    loss_type: str = field(
-        default="fixed_anchor",
-        metadata={"help": "Objective: fixed_anchor (DFlash) or variable_prefix.", "choices": list(OBJECTIVES)},
+    loss_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "Objective: fixed_anchor or variable_prefix for DFlash drafts, dspark for DSpark drafts. Default: "
+            "the first that suits the draft.",
+            "choices": list(OBJECTIVES),
+        },
     )
     num_anchors: int = field(default=512, metadata={"help": "Blocks trained at once, at most, in each row."})
     loss_decay_gamma: float | None = field(
@@ -33,6 +49,20 @@ class DraftTrainingArguments(TrainingArguments):
     )
     prefix_weight_base: float = field(
         default=0.9, metadata={"help": "variable_prefix: a prefix one token longer is this much as likely."}
+    )
+    ce_loss_alpha: float = field(default=0.1, metadata={"help": "dspark: weight of the cross entropy."})
+    l1_loss_alpha: float = field(
+        default=0.9, metadata={"help": "dspark: weight of the distance to the target's distribution."}
+    )
+    confidence_head_alpha: float = field(
+        default=1.0,
+        metadata={"help": "dspark: weight of the confidence's cross entropy; 0 leaves the head alone and frozen."},
+    )
+    confidence_head_stop_gradient: bool = field(
+        default=False, metadata={"help": "dspark: let the confidence term train the confidence head alone."}
+    )
+    expert_bias_step: float = field(
+        default=1e-3, metadata={"help": "dspark: step of the router bias that balances the experts' load; 0: off."}
     )
     loss_chunk_size: int = field(
         default=1024, metadata={"help": "Supervised slots whose logits are in memory at the same time."}
@@ -52,14 +82,16 @@ class DraftTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.loss_type not in OBJECTIVES:
+        if self.loss_type is not None and self.loss_type not in OBJECTIVES:
             raise ValueError(f"`loss_type` is {self.loss_type!r}; choose one of {', '.join(OBJECTIVES)}.")
         for name in ("num_anchors", "loss_chunk_size", "prefix_weight_base"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be positive.")
-        for name in ("eval_decode_prompts", "eval_max_new_tokens", "loss_decay_gamma"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}: it must not be negative.")
+        not_negative = ["eval_decode_prompts", "eval_max_new_tokens", "loss_decay_gamma", "expert_bias_step"]
+        not_negative += ["ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha"]
+        for name in not_negative:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
         if self.n_gpu > 1:
@@ -73,3 +105,9 @@ class DraftTrainingArguments(TrainingArguments):
         if self.loss_decay_gamma is None:
             return default_loss_decay_gamma(block_size)
         return self.loss_decay_gamma or None
+
+    def unused_settings(self, loss_type: str) -> list[str]:
+        """Settings that were changed and that this objective does not read."""
+        default = {field.name: field.default for field in fields(self)}
+        others = {name for names in OBJECTIVES.values() for name in names} - set(OBJECTIVES[loss_type])
+        return sorted(name for name in others if getattr(self, name) != default[name])

@@ -1,6 +1,6 @@
 """Real chat from the `chitchat-dataset` package (MIT; Myers, Etchart and Fulda, 2020), cleaned, split by conversation.
 
-Run `python -m examples.kimi_k3_chitchat.corpus` to see how many conversations are kept, and why others are dropped.
+Run `python -m examples.chitchat.corpus` to see how many conversations are kept, and why others are dropped.
 """
 
 import hashlib

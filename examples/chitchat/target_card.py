@@ -1,30 +1,30 @@
-"""The chat target's model card, from what was measured."""
+"""A chat target's model card, from what was measured."""
 
 from pathlib import Path
 
 from transformers import PreTrainedModel
+
+from .target_model import CHAT_TARGETS
 
 CARD = """---
 license: apache-2.0
 language: en
 library_name: transformers
 pipeline_tag: text-generation
-tags: [kimi_k3, chat, speculative-decoding]
+tags: [{name}, chat, speculative-decoding]
 ---
 
-# A small Kimi K3 that chats
+# A small {title} that chats
 
-{parameters:.2f}M parameters: {layers} layers ({kda} of Kimi Delta Attention, {mla} of gated NoPE MLA), {experts}
-routed experts of which {active} are active, attention residuals, a byte-level BPE vocabulary of {vocabulary}. A
-small and fast target for demonstrations and tests of speculative decoding: it talks like the chats it was trained
-on and knows nothing.
+{parameters:.2f}M parameters: {shape}; a byte-level BPE vocabulary of {vocabulary}. A small and fast target for
+demonstrations and tests of speculative decoding: it talks like the chats it was trained on and knows nothing.
 
 ```python
-import blockdraft  # registers the Kimi K3 classes
+import blockdraft  # registers the {title} classes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("examples/kimi_k3_chitchat/target")
-tokenizer = AutoTokenizer.from_pretrained("examples/kimi_k3_chitchat/target")
+model = AutoModelForCausalLM.from_pretrained("examples/chitchat/targets/{name}")
+tokenizer = AutoTokenizer.from_pretrained("examples/chitchat/targets/{name}")
 ```
 
 ## Training
@@ -36,7 +36,7 @@ drafts (15%) and evaluation (5%). {steps} steps of {batch_size} rows of up to {r
 passes over the conversations as heard from either side, in {minutes:.0f} minutes on two shared CPU cores. AdamW,
 learning rate {learning_rate}, cosine over the time; experts are balanced by their selection bias.
 
-    python -m examples.kimi_k3_chitchat.train_target --max_minutes {max_minutes:g}
+    python -m examples.chitchat.train_target --target {name} --max_minutes {max_minutes:g}
 
 ## Measured on held-out conversations
 
@@ -50,9 +50,9 @@ learning rate {learning_rate}, cosine over the time; experts are balanced by the
 | mean length of a greedy answer | {mean_tokens:.1f} tokens |
 | different answers | {distinct_share:.1%} |
 
-The numbers are those of the saved bf16 weights (what Kimi K3 keeps in fp32 is fp32), run in fp32:
+The numbers are those of the saved bf16 weights (what {title} keeps in fp32 is fp32), run in fp32:
 
-    python -m examples.kimi_k3_chitchat.evaluate_target
+    python -m examples.chitchat.evaluate_target --target {name}
 
 ## Greedy answers
 
@@ -67,26 +67,25 @@ with people.
 """
 
 
-def write_card(folder: Path, model: PreTrainedModel, scores: dict, training: dict) -> None:
+def write_card(folder: Path, name: str, model: PreTrainedModel, scores: dict, training: dict) -> None:
     """Writes `README.md` beside the weights.
 
     Args:
         folder: Where the target lies.
+        name: Which of the chat targets it is.
         model: The target.
         scores: What `evaluate_target` returned.
         training: `minutes`, `steps`, `epochs`, `batch_size`, `row_tokens`, `learning_rate`, `max_minutes`.
     """
-    config = model.config
+    target = CHAT_TARGETS[name]
     samples = "\n".join(f"- {sample['user']!r} -> {sample['assistant']!r}" for sample in scores["samples"])
     values = scores | training
     values |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()) / 1e6,
-        "layers": config.num_hidden_layers,
-        "kda": len(config.linear_attn_config["kda_layers"]),
-        "mla": len(config.linear_attn_config["full_attn_layers"]),
-        "experts": config.num_experts,
-        "active": config.num_experts_per_token,
-        "vocabulary": config.vocab_size,
+        "name": name,
+        "title": target.title,
+        "shape": target.shape,
+        "vocabulary": model.config.vocab_size,
         "samples": samples,
     }
     (folder / "README.md").write_text(CARD.format(**values), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Measures a chat target on held-out conversations: perplexity, looping greedy answers, answers to read.
 
-python -m examples.kimi_k3_chitchat.evaluate_target --model examples/kimi_k3_chitchat/target
+python -m examples.chitchat.evaluate_target --target kimi_k3
+python -m examples.chitchat.evaluate_target --model runs/target_kimi_k3/latest
 """
 
 import argparse
@@ -9,13 +10,12 @@ import json
 import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import blockdraft  # noqa: F401  (registers the Kimi K3 classes)
 from blockdraft.trainer.text_loops import is_looping
 
 from .corpus import chat_rows, prompts, split
-from .train_tokenizer import TARGET_DIR
+from .target_model import CHAT_TARGETS, load_target, target_dir
 
 
 @torch.no_grad()
@@ -96,12 +96,13 @@ def evaluate_target(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=TARGET_DIR)
+    parser.add_argument("--target", choices=CHAT_TARGETS, default="kimi_k3", help="one of the repository's own")
+    parser.add_argument("--model", help="a directory instead")
     parser.add_argument("--num_rows", type=int, default=400)
     parser.add_argument("--num_prompts", type=int, default=200)
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--num_samples", type=int, default=8)
     options = vars(parser.parse_args())
-    path = options.pop("model")
-    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    print(json.dumps(evaluate_target(target, AutoTokenizer.from_pretrained(path), **options), indent=2))
+    own, model = target_dir(options.pop("target")), options.pop("model")
+    folder = model or own
+    print(json.dumps(evaluate_target(load_target(folder), AutoTokenizer.from_pretrained(folder), **options), indent=2))

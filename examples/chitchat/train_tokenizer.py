@@ -1,17 +1,16 @@
-"""Trains the chat target's byte-level BPE tokenizer on the training conversations (a few seconds).
+"""Trains the chat targets' byte-level BPE tokenizer on the training conversations (a few seconds).
 
-Run `python -m examples.kimi_k3_chitchat.train_tokenizer` to write it into `examples/kimi_k3_chitchat/target/`.
+Run `python -m examples.chitchat.train_tokenizer FOLDER` to write it; `train_target` makes its own.
 """
 
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from .corpus import Conversation, as_messages, split
 
-TARGET_DIR = Path(__file__).parent / "target"
 VOCAB_SIZE = 2048
 MAX_LENGTH = 1024
 PAD, BOS, IM_START, IM_END = "<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
@@ -76,5 +75,5 @@ def train_tokenizer(conversations: list[Conversation], vocab_size: int = VOCAB_S
 
 if __name__ == "__main__":
     tokenizer = train_tokenizer(split()["train"])
-    tokenizer.save_pretrained(TARGET_DIR)
-    print(f"{len(tokenizer)} tokens, written to {TARGET_DIR}")
+    tokenizer.save_pretrained(sys.argv[1])
+    print(f"{len(tokenizer)} tokens, written to {sys.argv[1]}")

@@ -1,25 +1,21 @@
-"""Trainer callbacks of the chat target's training: a time budget, and expert balance."""
+"""The time budget of a chat target's training."""
 
 import json
 import math
 import time
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-
-from blockdraft.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Router
 
 from .target_model import save_target
 
 WARMUP = 0.02  # share of the time
-SAVE_SECONDS = 600
-BIAS_STEP = 1e-3
+SAVE_SECONDS = 480
 
 
 class TimeBudget(TrainerCallback):
-    """Ends training when the time is used up; until then shows what is left, and saves every ten minutes."""
+    """Ends training when the time is used up; until then shows what is left, and saves every eight minutes."""
 
     def __init__(self, max_minutes: float, tokenizer: PreTrainedTokenizerBase, checkpoint: str | None):
         self.max_seconds = max_minutes * 60
@@ -57,30 +53,3 @@ class TimeBudget(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
-
-
-class BalanceExperts(TrainerCallback):
-    """Keeps all experts in use: after each step the selection bias of busy experts falls, that of idle ones rises.
-
-    Auxiliary-loss-free load balancing (Wang et al., 2024, arXiv 2408.15664), the sign rule.
-    """
-
-    def __init__(self, model: KimiK3ForCausalLM):
-        self.loads = {}
-        for router in (module for module in model.modules() if isinstance(module, KimiK3Router)):
-            self.loads[router] = torch.zeros_like(router.e_score_correction_bias)
-            router.register_forward_hook(self._count)
-        self.busiest = 0.0
-
-    def _count(self, router, args, output):
-        if router.training:
-            self.loads[router] += torch.bincount(output[2].flatten(), minlength=len(router.weight))
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.busiest = max((load.max() / load.mean()).item() for load in self.loads.values())
-        for router, load in self.loads.items():
-            router.e_score_correction_bias += BIAS_STEP * (load.mean() - load).sign()
-            load.zero_()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs["busiest_expert"] = round(self.busiest, 2)  # in multiples of an even load

@@ -1,0 +1,109 @@
+"""Files with one tensor for each expert: loading them into stacked parameters, and saving those."""
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+
+class StackExperts(ConversionOps):
+    """
+    Tensors of single experts, plain or FP4, to one parameter `[experts, out, in]`, or `[experts, in, out]` where
+    `transposed`; several projections join along `out`. A subclass says how a family names and decodes FP4 weights.
+    """
+
+    transposed = False
+    # Endings of the names of an FP4 weight's two parts; a plain weight's is `.weight`.
+    codes_suffix: str
+    scale_suffix: str
+
+    def __init__(self, *projections: str):
+        self.projections = projections
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """One expert's FP4 weight `[out, in]`. The loader has cast both parts to the parameter's dtype."""
+        raise NotImplementedError
+
+    @property
+    def source_patterns(self) -> list[str]:
+        """What a [`WeightConverter`] with this operation takes in."""
+        suffixes = dict.fromkeys((".weight", self.codes_suffix, self.scale_suffix))
+        return [self._pattern(projection, suffix) for projection in self.projections for suffix in suffixes]
+
+    def expert_names(self, num_experts: int, is_quantized: bool) -> list[str]:
+        """Names, from `.experts.` on, of the tensors that make up one parameter."""
+        suffixes = (self.codes_suffix, self.scale_suffix) if is_quantized else (".weight",)
+        return [
+            f".experts.{expert}.{projection}{suffix}"
+            for expert in range(num_experts)
+            for projection in self.projections
+            for suffix in suffixes
+        ]
+
+    @torch.no_grad
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
+        parameter = model.get_parameter(full_layer_name)
+        loaded = next(iter(input_dict.values()))[0]
+        stacked = torch.empty(parameter.shape, dtype=parameter.dtype, device=loaded.device)
+        for part, projection in zip(self.parts(stacked), self.projections, strict=True):
+            codes, scales, plain = (
+                input_dict.pop(self._pattern(projection, suffix), [])
+                for suffix in (self.codes_suffix, self.scale_suffix, ".weight")
+            )
+            weights = map(self.decode, codes, scales, [parameter.dtype] * len(codes)) if scales else plain or codes
+            for expert, weight in enumerate(weights):
+                part[expert].copy_(weight)
+        return {target_patterns[0]: stacked}
+
+    def parts(self, stacked: torch.Tensor) -> list[torch.Tensor]:
+        """Views `[experts, out, in]` of a parameter, one for each projection."""
+        parts = stacked.chunk(len(self.projections), dim=2 if self.transposed else 1)
+        return [part.transpose(1, 2) for part in parts] if self.transposed else list(parts)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return UnstackExperts(self)
+
+    def _pattern(self, projection: str, suffix: str) -> str:
+        return rf"\.experts.*.{projection}{suffix}"
+
+
+class UnstackExperts(ConversionOps):
+    """The way back, to plain tensors."""
+
+    def __init__(self, stack: StackExperts):
+        self.stack = stack
+
+    @torch.no_grad
+    def convert(self, input_dict, **kwargs):
+        ((stacked,),) = input_dict.values()
+        return {
+            f".experts.{expert}.{projection}.weight": weight.clone(memory_format=torch.contiguous_format)
+            for projection, part in zip(self.stack.projections, self.stack.parts(stacked), strict=True)
+            for expert, weight in enumerate(part)
+        }
+
+
+class ExpertConverter(WeightConverter):
+    """A `WeightConverter` for [`StackExperts`] that names the tensors that are missing from the checkpoint."""
+
+    __slots__ = ()
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        if loading_info is not None:
+            (sources,) = self.layer_targets.values()
+            self._check_complete(sources, len(model.get_parameter(layer_name)))
+        return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+
+    def _check_complete(self, sources: set[str], num_experts: int) -> None:
+        prefix = next(iter(sources)).rpartition(".experts.")[0]
+        is_quantized = any(not name.endswith(".weight") for name in sources)
+        expected = [prefix + name for name in self.operations[0].expert_names(num_experts, is_quantized)]
+        if missing := [name for name in expected if name not in sources]:
+            raise ValueError(
+                f"The checkpoint lacks {len(missing)} of the {len(expected)} expert tensors that belong together "
+                f"here, first `{missing[0]}`. Its files are incomplete."
+            )
+        if surplus := sorted(sources - set(expected)):
+            raise ValueError(
+                f"The checkpoint has {len(surplus)} expert tensors too many, first `{surplus[0]}`: the config says "
+                f"{num_experts} experts, and each weight has one form, plain or FP4."
+            )
