@@ -3,7 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_draft import DraftConfig, build_target_layer_ids
+from .configuration_deepseek_v41 import DeepseekV41TextConfig
+from .configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT, DraftConfig, build_target_layer_ids
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 
 # What a draft does not build is switched off, so that its configuration describes the draft and not the target.
@@ -24,6 +25,7 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
     """
 
     model_type = "kimi_k3_dflash"
+    family_capture_points = (LAYER_OUTPUT, ATTENTION_INPUT_MEAN)
     engine_view_key = "dflash_config"
     engine_view = {
         "block_size": "block_size",
@@ -121,6 +123,8 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             "block_size": block_size,
             "final_logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
         }
+        if isinstance(text_config, DeepseekV41TextConfig):  # its layers have no single output
+            settings["capture_point"] = ATTENTION_INPUT_MEAN
         return cls(**(DENSE_DRAFT | settings | overrides), dflash_config=dflash_config)
 
 

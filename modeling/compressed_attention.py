@@ -451,7 +451,7 @@ class DeepseekV41Attention(DeepseekV41WindowAttention):
                 state = self.indexer.select(hidden_states, latents, rotations, state)
             selected = state.selected.unsqueeze(1)
             visible = torch.cat([visible.expand(len(selected), -1, -1, -1), selected], dim=-1)
-            keys = torch.cat([keys, state.keys], dim=1)
+            keys = torch.cat([keys, state.keys.to(keys.dtype)], dim=1)  # they differ under autocast
         output = self.project_output(self.attend(queries, keys, visible), rotations)
         if plan.new_valid is not None:
             output = output.masked_fill(~plan.new_valid.unsqueeze(-1), 0.0)

@@ -314,12 +314,13 @@ class AttentionSinks(KeepsFp32):
         self.weight = nn.Parameter(torch.zeros(num_heads))
 
 
-class GroupedLinear(nn.Linear):
+class GroupedLinear(nn.Module):
     """Each group of input channels has its own weight: `[..., groups, in]` -> `[..., groups, out]`."""
 
     def __init__(self, in_features: int, out_features: int, groups: int):
-        super().__init__(in_features, groups * out_features, bias=False)
+        super().__init__()
         self.groups = groups
+        self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...gi,goi->...go", hidden_states, self.weight.unflatten(0, (self.groups, -1)))
@@ -446,6 +447,8 @@ def init_deepseek_v41_weights(module: nn.Module, std: float) -> bool:
         init.normal_(module.fn, mean=0.0, std=std)
         init.zeros_(module.base)
         init.ones_(module.scale)
+    elif isinstance(module, GroupedLinear):
+        init.normal_(module.weight, mean=0.0, std=std)
     elif isinstance(module, DeepseekV41Router):
         init.normal_(module.weight, mean=0.0, std=std)
         init.zeros_(module.e_score_correction_bias)

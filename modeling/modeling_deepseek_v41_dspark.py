@@ -13,7 +13,7 @@ from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkC
 from ..trainer.anchors import legal_dspark_anchors, sample_anchors
 from ..trainer.dspark_objective import build_dspark_targets
 from ..trainer.objectives import build_block_inputs
-from .block_attention import ContextWindows, additive_mask, block_attention_mask, block_position_ids, context_windows
+from .block_attention import additive_mask, block_attention_mask, block_position_ids, context_windows
 from .deepseek_v41_dspark_layers import (
     DeepseekV41DSparkBlock,
     DeepseekV41DSparkConfidenceHead,
@@ -21,15 +21,7 @@ from .deepseek_v41_dspark_layers import (
     DSparkForwardOutput,
     DSparkOutput,
 )
-from .deepseek_v41_layers import (
-    AttentionSinks,
-    DeepseekV41Experts,
-    DeepseekV41HyperConnection,
-    DeepseekV41Router,
-    GroupedLinear,
-    rope_frequencies,
-    rope_rotations,
-)
+from .deepseek_v41_layers import check_grouped_widths, init_deepseek_v41_weights, rope_frequencies, rope_rotations
 from .modeling_draft import DraftPreTrainedModel, accept_seed_names
 
 
@@ -61,8 +53,11 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Transformers looks for the experts in this file; they are in one that the target shares."""
-        return True
+        return True  # transformers looks for the experts' decorator in this file
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        check_grouped_widths(self.config)
+        return super()._grouped_mm_can_dispatch()
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -91,22 +86,9 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
 
     def _init_weights(self, module: nn.Module):
         std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, GroupedLinear)):
+        if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=std)
-        elif isinstance(module, DeepseekV41Experts):
-            init.normal_(module.gate_up_proj, std=std)
-            init.normal_(module.down_proj, std=std)
-        elif isinstance(module, DeepseekV41Router):
-            init.normal_(module.weight, std=std)
-            init.zeros_(module.e_score_correction_bias)
-            init.zeros_(module.bias_vl)
-        elif isinstance(module, DeepseekV41HyperConnection):
-            init.normal_(module.fn, std=std)
-            init.zeros_(module.base)
-            init.ones_(module.scale)
-        elif isinstance(module, AttentionSinks):
-            init.zeros_(module.weight)
-        else:
+        elif not init_deepseek_v41_weights(module, std):
             super()._init_weights(module)
 
     def build_position_ids(self, anchor_positions: torch.LongTensor, context_sequence: int) -> torch.LongTensor:
@@ -202,7 +184,9 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         context, length = context_hidden_states, noise_embeds.shape[1]
         windows, skipped = None, 0
         if anchor_positions is not None:
-            windows = self._windows(anchor_positions, block_keep_mask, context.shape[1], document_ids)
+            keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask
+            window = self.config.sliding_window
+            windows = context_windows(anchor_positions, keep, context.shape[1], window, document_ids)
             if position_ids is None:
                 position_ids = self.build_position_ids(anchor_positions, context.shape[1])
         elif attention_mask is None:
@@ -220,7 +204,7 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
             self.config.qk_rope_head_dim, self.config.rope_theta, device=position_ids.device
         )
         rotations = rope_rotations(position_ids, frequencies)
-        streams = noise_embeds.to(dtype).unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
+        streams = noise_embeds.to(dtype).unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         pre_mix = torch.zeros(streams.shape[:3], device=streams.device)
         pre_mix[..., 0] = 1
         if self.training and self.mtp[0].gradient_checkpointing:
@@ -241,19 +225,6 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
                     read = tuple(states.detach() for states in read)
                 confidence_pred = self.confidence_logits(*read)
         return DSparkOutput(hidden_states, confidence_states, transition_logits, confidence_pred, cache)
-
-    def _windows(
-        self,
-        anchor_positions: torch.LongTensor,
-        block_keep_mask: torch.Tensor | None,
-        context_length: int,
-        document_ids: torch.LongTensor | None,
-    ) -> ContextWindows:
-        if block_keep_mask is None:
-            block_keep_mask = torch.ones_like(anchor_positions, dtype=torch.bool)
-        return context_windows(
-            anchor_positions, block_keep_mask, context_length, self.config.sliding_window, document_ids
-        )
 
     def _check_rows(
         self,

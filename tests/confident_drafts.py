@@ -1,85 +1,55 @@
 """Drafts that know a part of the answer and how sure they may be, for the tests of schedules and calibration."""
 
+from collections.abc import Callable
+
 import torch
-from decoding_models import MASK, PartlyRightDraft, draft_config
+from decoding_models import MASK, build_dspark_draft
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+
+SURE = 4.0
 
 
-class NoTransition(nn.Module):
-    """A Markov head without a say."""
+def confident_draft(
+    target: PreTrainedModel, answer: torch.LongTensor, fault_every: int = 5, **settings
+) -> PreTrainedModel:
+    """Proposes a known answer with a fault at each position that `fault_every` divides, and knows where: the logit of
+    its confidence is `SURE` where it is right and `-SURE` at a fault."""
 
-    def forward(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(()), token_ids[..., None].float()
+    def propose(positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        right = positions % fault_every != 0
+        return right, torch.where(right, SURE, -SURE)
 
-
-class ConfidentDraft(PartlyRightDraft):
-    """A partly right draft, anchor first, with confidence logit `sure` where it is right and `-sure` at a fault."""
-
-    sure = 4.0
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.heads = nn.ModuleDict({"markov": NoTransition(), "confidence": nn.Identity()})
-
-    @property
-    def markov_head(self) -> nn.Module:
-        return self.heads["markov"]
-
-    @property
-    def confidence_head(self) -> nn.Module:
-        return self.heads["confidence"]
-
-    def confidence_logits(self, states: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        assert states.shape[0] == embeddings.shape[0]
-        return self.confidence_head(states.squeeze(-1))
-
-    def logits_of(self, positions: torch.LongTensor) -> torch.Tensor:
-        """Confidence logits of the tokens proposed for `positions`."""
-        return torch.where(positions % self.fault_every == 0, -self.sure, self.sure)
-
-    def forward(self, noise_embeds, position_ids, **kwargs):
-        output = super().forward(noise_embeds, position_ids=position_ids, **kwargs)
-        positions = position_ids[0, -noise_embeds.shape[1] :] + 1
-        return ModelOutput(
-            last_hidden_state=output.last_hidden_state, confidence_states=self.logits_of(positions)[None, :, None]
-        )
+    return _draft_that(propose, target, answer, settings)
 
 
-class GamblingDraft(ConfidentDraft):
-    """Right by chance: the token for a place is right with a probability of the place's own, and the confidence logit
-    is `temperature` times the logit of that probability."""
+def gambling_draft(
+    target: PreTrainedModel, answer: torch.LongTensor, temperature: float = 6.0, **settings
+) -> PreTrainedModel:
+    """Is right with a probability of each position's own; the confidence logit is `temperature` times its logit."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 1.2 * torch.randn(answer.shape[1] + 16, generator=generator) + 1
 
-    temperature = 6.0
+    def propose(positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chances = logits[positions].sigmoid()
+        return torch.rand(len(positions), generator=generator) < chances, temperature * logits[positions]
 
-    def answer_with(self, target: PreTrainedModel, answer: torch.LongTensor):
-        super().answer_with(target, answer)
-        generator = torch.Generator().manual_seed(2)
-        places = answer.shape[1] + self.config.block_size + 1
-        self.logits = 1.2 * torch.randn(places, generator=generator) + 1
-        self.generator = generator
-        return self
+    return _draft_that(propose, target, answer, settings)
 
-    def forward(self, noise_embeds, position_ids, **kwargs):
-        right = torch.rand(self.logits.shape, generator=self.generator) < self.logits.sigmoid()
-        whole, places = self.answer, torch.arange(len(self.answer))
-        self.answer, self.fault_every = torch.where(right[: len(whole)], whole, (whole + 1) % MASK), len(places) + 99
-        output = super().forward(noise_embeds, position_ids=position_ids, **kwargs)
-        self.answer = whole
+
+def _draft_that(propose: Callable, target: PreTrainedModel, answer: torch.LongTensor, settings: dict):
+    """A DSpark draft that says what `propose` tells of the positions of its tokens: right or wrong, and how sure."""
+    draft = build_dspark_draft(target, **settings)
+    head = nn.functional.normalize(target.get_output_embeddings().weight.detach(), dim=-1)
+
+    def replace(module, args, kwargs, output):
+        positions = kwargs["position_ids"][0, -kwargs["noise_embeds"].shape[1] :] + 1
+        right, logits = propose(positions)
+        tokens = answer[0, positions.clamp(max=answer.shape[1] - 1)]
+        output.last_hidden_state = 1e3 * head[torch.where(right, tokens, (tokens + 1) % MASK)][None]
+        output.confidence_states = logits[None, :, None]
         return output
 
-    def logits_of(self, positions: torch.LongTensor) -> torch.Tensor:
-        return self.temperature * self.logits[positions.clamp(max=len(self.logits) - 1)]
-
-
-def confident_draft(target: PreTrainedModel, answer: torch.LongTensor, fault_every: int = 5, **settings):
-    config = draft_config(target, **settings)
-    config.slot_layout, config.confidence_temperatures = "N", None
-    return ConfidentDraft(config).eval().answer_with(target, answer, fault_every)
-
-
-def gambling_draft(target: PreTrainedModel, answer: torch.LongTensor, **settings) -> GamblingDraft:
-    config = draft_config(target, **settings)
-    config.slot_layout, config.confidence_temperatures = "N", None
-    return GamblingDraft(config).eval().answer_with(target, answer)
+    draft.register_forward_hook(replace, with_kwargs=True)
+    draft.confidence_logits = lambda states, embeddings: states.squeeze(-1)
+    return draft

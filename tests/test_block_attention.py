@@ -8,6 +8,8 @@ from blockdraft.modeling.block_attention import (
     additive_mask,
     block_attention_mask,
     block_mask_mod,
+    block_position_ids,
+    context_windows,
     document_ids_from_lengths,
     flex_block_mask,
 )
@@ -138,3 +140,24 @@ def test_slots_of_a_block_see_each_other_and_no_other_block(draft):
     expected = torch.zeros(2, 3 * BLOCK, dtype=torch.bool)
     expected[0, BLOCK : 2 * BLOCK] = True
     assert torch.equal(touched, expected)
+
+
+def test_slots_stand_behind_their_anchor():
+    positions = block_position_ids(ANCHORS, CONTEXT, BLOCK)
+    assert positions[:, :CONTEXT].tolist() == [list(range(CONTEXT))] * 2
+    assert positions[0, CONTEXT:].tolist() == [5, 6, 7, 8, 6, 7, 8, 9, 7, 8, 9, 10]
+    assert positions[1, CONTEXT:].tolist() == [2, 3, 4, 5, 9, 10, 11, 12, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_name_the_rows_that_the_mask_shows(window, packed):
+    rule = {"document_ids": torch.tensor([[0] * 4 + [1] * 8, [0] * 12])} if packed else {}
+    mask = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK, sliding_window=window, window_per_query=False, **rule)
+    rows, visible = context_windows(ANCHORS, KEEP, CONTEXT, window, **rule)
+    assert rows.shape == visible.shape == (2, 3, min(window, CONTEXT))
+    for row in range(2):
+        for block in range(3):
+            seen = rows[row, block][visible[row, block]].tolist()
+            for slot in range(BLOCK):
+                assert seen == mask[row, 0, block * BLOCK + slot, :CONTEXT].nonzero().flatten().tolist()

@@ -176,27 +176,26 @@ def test_greedy_with_other_drafts(settings):
 
 @pytest.mark.parametrize("name", ALL_TARGETS)
 def test_greedy_equals_generate_with_anchor_first_blocks(name):
-    target = build_target(name)
-    for input_ids in prompts(2):
-        expected = target.generate(input_ids, **GREEDY)
-        draft = build_dspark_draft(target)
-        output = target.generate(input_ids, custom_generate=block_decode, draft=draft, **GREEDY, **DETAILS)
-        assert torch.equal(output.sequences, expected)
-        assert sum(output.accepted_lengths) == 31
-        assert output.verified_lengths[:-8] == [9] * (len(output.verified_lengths) - 8)
-        assert output.cache.get_seq_length() == expected.shape[1] - 1
-        # Every slot drafts, the anchor's too: 8 proposals of a block of 8.
-        draft = reveal(draft, target, expected, fault_every=100)
-        output = block_decode(target, input_ids, draft=draft, **GREEDY, **DETAILS)
-        assert torch.equal(output.sequences, expected)
-        assert output.accepted_lengths == output.verified_lengths == [9, 9, 9, 4]
+    target, input_ids = build_target(name), prompts(1)[0]
+    expected = target.generate(input_ids, **GREEDY)
+    draft = build_dspark_draft(target)
+    output = target.generate(input_ids, custom_generate=block_decode, draft=draft, **GREEDY, **DETAILS)
+    assert torch.equal(output.sequences, expected)
+    assert sum(output.accepted_lengths) == 31
+    assert output.verified_lengths[:-8] == [9] * (len(output.verified_lengths) - 8)
+    assert output.cache.get_seq_length() == expected.shape[1] - 1
+    # Every slot drafts, the anchor's too: 8 proposals of a block of 8.
+    draft = reveal(draft, target, expected, fault_every=100)
+    output = block_decode(target, input_ids, draft=draft, **GREEDY, **DETAILS)
+    assert torch.equal(output.sequences, expected)
+    assert output.accepted_lengths == output.verified_lengths == [9, 9, 9, 4]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_v41_target_takes_back_what_it_rejects(seed):
     """All kinds of layers, prompts from one token on, rounds that reject from nothing to everything."""
     target = tiny_v41(seed)
-    for length in (1, 4, 7):
+    for length in (1, 6):
         input_ids = prompts(1)[0][:, :length]
         expected = target.generate(input_ids, **GREEDY)
         draft = reveal(build_dspark_draft(target), target, expected, fault_every=4)
@@ -234,8 +233,9 @@ PROCESSORS = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5), Tempera
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("processors", [LogitsProcessorList(), PROCESSORS])
-@pytest.mark.parametrize("schedule", [None, ConfidenceThreshold(0.2)])
+@pytest.mark.parametrize(
+    "processors, schedule", [(LogitsProcessorList(), None), (PROCESSORS, ConfidenceThreshold(0.2))]
+)
 @torch.no_grad()
 def test_markov_candidates_come_from_the_processed_sum(monkeypatch, do_sample, processors, schedule):
     """Base logits plus the bias of the token before, then the processors with the slot's own prefix."""
@@ -243,7 +243,7 @@ def test_markov_candidates_come_from_the_processed_sum(monkeypatch, do_sample, p
     draft = build_dspark_draft(target)
     calls, hidden_states = spy(monkeypatch, "verify" if do_sample else "match"), []
     draft.register_forward_hook(lambda module, args, output: hidden_states.append(output.last_hidden_state))
-    settings = {"do_sample": do_sample, "max_new_tokens": 32, "top_k": None, "logits_processor": processors}
+    settings = {"do_sample": do_sample, "max_new_tokens": 20, "top_k": None, "logits_processor": processors}
     output = block_decode(target, input_ids, draft=draft, confidence_schedule=schedule, **settings, **DETAILS)
     biased, length = 0, input_ids.shape[1] + 1
     for arguments, hidden, kept, logits in zip(
@@ -270,27 +270,25 @@ def test_markov_candidates_come_from_the_processed_sum(monkeypatch, do_sample, p
 
 
 def test_schedule_cuts_blocks_and_leaves_the_text():
-    target = build_target("k3")
-    for input_ids in prompts(2):
-        expected = target.generate(input_ids, **GREEDY)
-        draft, seen = build_dspark_draft(target), []
-        draft.config.confidence_temperatures = [0.5, 2.0] * 4
+    target, input_ids = build_target("k3"), prompts(1)[0]
+    expected = target.generate(input_ids, **GREEDY)
+    draft, seen = build_dspark_draft(target), []
+    draft.config.confidence_temperatures = [0.5, 2.0] * 4
 
-        def schedule(confidences, seen=seen):
-            seen.append(confidences)
-            return len(seen) % (len(confidences) + 1)
+    def schedule(confidences):
+        seen.append(confidences)
+        return len(seen) % (len(confidences) + 1)
 
-        output = target.generate(
-            input_ids, custom_generate=block_decode, draft=draft, confidence_schedule=schedule, **GREEDY, **DETAILS
-        )
-        assert torch.equal(output.sequences, expected)
-        assert output.cache.get_seq_length() == expected.shape[1] - 1
-        assert {1, 2, 5, 9} <= set(output.verified_lengths)
-        drafted = [logits for logits in output.confidence_logits if logits]
-        for logits, confidences in zip(drafted, seen, strict=True):
-            temperatures = torch.tensor(draft.config.confidence_temperatures[: len(logits)])
-            torch.testing.assert_close(torch.tensor(confidences), (torch.tensor(logits) / temperatures).sigmoid())
-        assert len(output.confidence_logits) == len(output.verified_lengths) == len(output.accepted_lengths)
+    settings = {"draft": draft, "confidence_schedule": schedule}
+    output = target.generate(input_ids, custom_generate=block_decode, **settings, **GREEDY, **DETAILS)
+    assert torch.equal(output.sequences, expected)
+    assert output.cache.get_seq_length() == expected.shape[1] - 1
+    assert {1, 2, 5, 9} <= set(output.verified_lengths)
+    drafted = [logits for logits in output.confidence_logits if logits]
+    for logits, confidences in zip(drafted, seen, strict=True):
+        temperatures = torch.tensor(draft.config.confidence_temperatures[: len(logits)])
+        torch.testing.assert_close(torch.tensor(confidences), (torch.tensor(logits) / temperatures).sigmoid())
+    assert len(output.confidence_logits) == len(output.verified_lengths) == len(output.accepted_lengths)
 
 
 def test_everything_and_nothing_can_be_verified():
@@ -440,10 +438,7 @@ def test_streamer_gets_the_tokens_of_each_round():
 # Sampling
 
 
-@pytest.mark.parametrize(
-    "build, schedule",
-    [(build_draft, None), (build_dspark_draft, None), (build_dspark_draft, ConfidenceThreshold(0.3))],
-)
+@pytest.mark.parametrize("build, schedule", [(build_draft, None), (build_dspark_draft, ConfidenceThreshold(0.3))])
 @torch.no_grad()
 def test_sampled_decoding_has_the_targets_distribution(build, schedule):
     """Four tokens of a real target under a warper and a prefix-dependent processor, against enumeration."""
@@ -474,7 +469,7 @@ def test_sampled_decoding_has_the_targets_distribution(build, schedule):
     inputs = (target, input_ids, processors, StoppingCriteriaList(), settings, draft, schedule)
     outputs = [block_decode(*inputs, cache=DynamicCache(config=config)) for _ in range(300)]
     samples = torch.cat([output.sequences for output in outputs])[:, 3:]
-    assert {tuple(output.accepted_lengths) for output in outputs} == {(3,), (2, 1), (1, 2), (1, 1, 1)}
+    assert {tuple(output.accepted_lengths) for output in outputs} >= {(2, 1), (1, 2), (1, 1, 1)}
     assert {output.verified_lengths[0] for output in outputs} == ({3} if schedule is None else {2, 3})
     for i in range(4):
         assert total_variation(samples[:, i], marginals[i]) < 0.1

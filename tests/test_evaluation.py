@@ -155,7 +155,9 @@ class TestAnchorFirst:
     """Slot 0 predicts too: a block of 8 drafts 8 tokens."""
 
     def test_a_round_commits_up_to_nine(self):
-        report = evaluate_decoding(*known_draft(slot_layout="N"), [PROMPT], 23, compare_with_plain=False)
+        target, answer = known("qwen3")
+        draft = confident_draft(target, answer, NEVER)
+        report = evaluate_decoding(target, draft, [PROMPT], 1 + 2 * 9 + 4, compare_with_plain=False)
         assert report.answers[0].accepted_lengths == [9, 9, 4]
         assert report.answers[0].verified_lengths == [9, 9, 4]  # near the limit fewer are drafted
         assert report.histogram == {1: 0, 2: 0, 3: 0, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0, 9: 2}
@@ -163,7 +165,8 @@ class TestAnchorFirst:
         assert report.drafted == 8 and report.block_size == 8 and report.rows_per_token == 1
 
     def test_shorter_blocks(self):
-        target, draft = known_draft(name="qwen3", slot_layout="N")
+        target, answer = known("qwen3")
+        draft = confident_draft(target, answer, NEVER)
         _, reports = fastest_block_size(target, draft, [PROMPT], [2, 8], max_new_tokens=19)
         assert {size: (report.drafted, report.tau) for size, report in reports.items()} == {2: (2, 3), 8: (8, 9)}
 

@@ -1,16 +1,25 @@
+import json
 import threading
 
 import pytest
 import torch
 from decoding_models import TARGETS, build_target, prompts
+from deepseek_v41_dspark_models import our_name
 from torch import nn
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config
 
+from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from blockdraft.modeling.modeling_deepseek_v41 import DeepseekV41ForCausalLM
 from blockdraft.modeling.target_features import capture_features, decoder_layers
+from conftest import GOLDENS
 
 
 def hooks(target) -> int:
     return sum(len(module._forward_hooks) for module in target.modules())
+
+
+def pre_hooks(target) -> int:
+    return sum(len(module._forward_pre_hooks) for module in target.modules())
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -51,6 +60,39 @@ def test_stopped_forward_gives_the_same_features_and_leaves_no_trace(name):
     handle.remove()
     assert hooks(target) == before
     assert torch.equal(target(input_ids).logits, logits)
+
+
+def golden_v41(case) -> DeepseekV41ForCausalLM:
+    """The reference's target: all kinds of layers, Engram in layers 1 and 4, features of 4, 5 and 6."""
+    config = DeepseekV41TextConfig(**case.meta["config"])
+    config._experts_implementation = "eager"
+    target = DeepseekV41ForCausalLM(config).eval()
+    target.load_state_dict({our_name(name): tensor for name, tensor in case.group("param").items()})
+    tokens = json.loads((GOLDENS / "v41_target_engram.token_map.json").read_text(encoding="utf-8"))["token_map"]
+    target.model.engram_hash.set_token_map(torch.tensor(tokens))
+    return target
+
+
+@torch.no_grad()
+def test_mean_of_the_streams_is_the_references(golden):
+    case = golden("v41_target_engram")
+    target = golden_v41(case)
+    inputs = {"input_ids": case["in.input_ids"], "attention_mask": case["in.attention_mask"], "use_cache": False}
+    expected, before = case["out.dspark_target_hidden_states"], pre_hooks(target)
+    for stop in (False, True):
+        with capture_features(target, [4, 5, 6], "attention_input_mean", stop_after_last=stop) as capture:
+            assert (capture.run(**inputs) is None) == stop
+            assert (capture.features() - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert pre_hooks(target) == before
+
+
+@torch.no_grad()
+def test_mean_of_the_streams_ends_the_forward_before_the_layers_attention():
+    target, late = build_target("v41"), []
+    decoder_layers(target)[3].attn.register_forward_hook(lambda *_: late.append(1))
+    with capture_features(target, [1, 3], "attention_input_mean", stop_after_last=True) as capture:
+        capture.run(prompts(1)[0], use_cache=False)
+        assert capture.features().shape == (1, 9, 64) and not late
 
 
 def test_hooks_go_when_the_body_raises():
@@ -98,6 +140,10 @@ def test_impossible_captures_are_refused():
         pass
     with pytest.raises(ValueError, match="capture_point"), capture_features(target, [1], "final_norm"):
         pass
+    with pytest.raises(ValueError, match="`capture_point`.*Qwen3"):
+        capture_features(target, [1], "attention_input_mean").__enter__()
+    with pytest.raises(ValueError, match="`capture_point`.*DeepseekV41"):
+        capture_features(build_target("v41"), [1]).__enter__()
     target.model.layers = nn.Sequential(*target.model.layers)
     with pytest.raises(ValueError, match="num_hidden_layers"):
         decoder_layers(target)
