@@ -136,7 +136,8 @@ class EngramHash(nn.Module):
     """
     Table rows of every position's n-grams, for all Engram layers at once (Engram, arXiv:2601.07372, section 2.2).
 
-    Nothing here is stored in a checkpoint: the constants follow from the config, the token map from the tokenizer.
+    Nothing here is stored in a checkpoint: the constants follow from the config, the token map from the tokenizer;
+    `is_ready` says whether it has been set.
     """
 
     def __init__(self, config: DeepseekV41TextConfig):
@@ -156,6 +157,7 @@ class EngramHash(nn.Module):
         for name, constant in engram_constants(self.config)._asdict().items():
             init.copy_(getattr(self, name), constant)
         init.constant_(self.token_map, UNSET)
+        self.is_ready = False
 
     @torch.no_grad()
     def set_token_map(self, token_map: torch.Tensor) -> None:
@@ -181,11 +183,7 @@ class EngramHash(nn.Module):
             raise ValueError(f"`engram_pad_token_id` is {pad}, the tokenizer's last token is {size - 1}.")
         self.token_map.fill_(MASKED)
         self.token_map[:size] = token_map.to(self.token_map.device)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the token map has been set."""
-        return int(self.token_map[0]) != UNSET
+        self.is_ready = True
 
     def compress(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """
