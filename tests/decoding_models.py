@@ -127,7 +127,7 @@ def tiny_v41(seed: int = 0) -> DeepseekV41ForCausalLM:
 
 
 TARGETS = {"qwen3": tiny_qwen3, "k3": tiny_k3, "gemma3": tiny_gemma3, "gpt2": tiny_gpt2}
-# Those with hyper-connections have features of their own kind, which a DFlash draft does not read.
+# With hyper-connections, whose features are captured elsewhere.
 ALL_TARGETS = TARGETS | {"v41": tiny_v41}
 
 

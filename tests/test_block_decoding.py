@@ -3,7 +3,6 @@ import torch
 from decoding_models import (
     ALL_TARGETS,
     LAYER_IDS,
-    TARGETS,
     build_draft,
     build_dspark_draft,
     build_target,
@@ -124,7 +123,7 @@ def test_verify_never_takes_what_the_target_excludes():
 # Greedy decoding equals generate()
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ALL_TARGETS)
 def test_greedy_equals_generate(name):
     target = build_target(name)
     for input_ids in prompts(3):

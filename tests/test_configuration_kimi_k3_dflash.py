@@ -5,6 +5,7 @@ from kimi_k3_models import TINY, tiny_config
 from transformers import AutoConfig, DynamicCache, Gemma3Config, GPT2Config, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
+from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from blockdraft.configuration.configuration_kimi_k3_dflash import (
     KimiK3DFlashConfig,
@@ -148,6 +149,12 @@ def test_files_round_trip_and_state_both_views(built, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="no `slot_layout`"):
         AutoConfig.from_pretrained(tmp_path)
+
+
+def test_features_of_a_target_with_hyper_connections_enter_its_attention():
+    config = KimiK3DFlashConfig.from_target_config(DeepseekV41TextConfig(), mask_token_id=5)
+    assert config.capture_point == "attention_input_mean"
+    assert KimiK3DFlashConfig.from_target_config(KimiK3TextConfig(), mask_token_id=5).capture_point == "layer_output"
 
 
 @pytest.mark.parametrize("target_config", [KimiK3TextConfig(), Qwen3Config()], ids=["k3", "qwen3"])
