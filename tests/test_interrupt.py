@@ -11,6 +11,14 @@ from blockdraft.trainer.commands import train_draft
 from blockdraft.trainer.interrupt import SaveOnInterrupt
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """A shell starts background jobs with Ctrl-C ignored, and the tests may be one."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 class PressCtrlC(TrainerCallback):
     """In the middle of a step."""
 
