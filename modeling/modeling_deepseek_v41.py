@@ -7,13 +7,12 @@ from torch import nn
 from transformers import AutoTokenizer, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import can_return_tuple
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from .causal_lm import CausalLMForward
 from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer, TokenPlan
 from .conversion_deepseek_v41 import register_deepseek_v41_conversion
 from .deepseek_v41_layers import (
@@ -222,7 +221,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
         return self.engram_hash(ids, input_ids.shape[1])
 
 
-class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
+class DeepseekV41ForCausalLM(CausalLMForward, DeepseekV41PreTrainedModel, GenerationMixin):
     """The V4.1 text model with its language modeling head, which is fp32."""
 
     _tied_weights_keys = {}
@@ -232,42 +231,6 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
         self.model = DeepseekV41Model(config)
         self.lm_head = Fp32Linear(config.hidden_size, config.vocab_size)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> MoeCausalLMOutputWithPast:
-        """Arguments of [`DeepseekV41Model.forward`]; `labels` `[B, S]`, -100: ignored. Logits: `[B, kept, V]` fp32."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-        )
 
 
 register_deepseek_v41_conversion()

@@ -10,13 +10,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import can_return_tuple
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import maybe_autocast, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
+from .causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
 from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution
 from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm, situ
@@ -388,7 +387,7 @@ def _same_document(document_ids: torch.Tensor):
     return same_document
 
 
-class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
+class KimiK3ForCausalLM(CausalLMForward, KimiK3PreTrainedModel, GenerationMixin):
     """The K3 text model with its language modeling head."""
 
     _tied_weights_keys = {}
@@ -405,42 +404,6 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
             init.trunc_normal_(module.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         else:
             super()._init_weights(module)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> MoeCausalLMOutputWithPast:
-        """Arguments of [`KimiK3Model.forward`]; `labels` `[B, S]`, -100 where ignored. Logits are `[B, kept, V]`."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-        )
 
 
 register_kimi_k3_conversion()
