@@ -153,19 +153,19 @@ class DeepseekV41HyperConnection(KeepsFp32):
 
     def forward(self, streams: torch.Tensor) -> HyperConnectionMix:
         """`[..., s, H]` streams in the model's dtype -> coefficients."""
-        config, s = self.config, self.config.hc_mult
+        s, eps = self.config.hc_mult, self.config.hc_eps
         with maybe_autocast(streams.device.type, enabled=False):
             flat = streams.flatten(-2).float()
             mixed = nn.functional.linear(flat, self.fn)
-            mixed = mixed * torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+            mixed = mixed * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
             parts = zip(*(x.split([s, s, s * s], dim=-1) for x in (self.base, mixed)), self.scale, strict=True)
             pre, post, comb = (torch.addcmul(base, part, scale) for base, part, scale in parts)
-            comb = comb.unflatten(-1, (s, s)).softmax(-1) + config.hc_eps
-            comb = comb / (comb.sum(-2, keepdim=True) + config.hc_eps)
-            for _ in range(config.hc_sinkhorn_iters - 1):
-                comb = comb / (comb.sum(-1, keepdim=True) + config.hc_eps)
-                comb = comb / (comb.sum(-2, keepdim=True) + config.hc_eps)
-            return HyperConnectionMix(pre.sigmoid() + config.hc_eps, 2 * post.sigmoid(), comb)
+            comb = comb.unflatten(-1, (s, s)).softmax(-1) + eps
+            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+            for _ in range(self.config.hc_sinkhorn_iters - 1):
+                comb = comb / (comb.sum(-1, keepdim=True) + eps)
+                comb = comb / (comb.sum(-2, keepdim=True) + eps)
+            return HyperConnectionMix(pre.sigmoid() + eps, 2 * post.sigmoid(), comb)
 
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,9 @@ def calibrate_confidence(target_args: TargetArguments, args: CalibrateArguments)
     target, tokenizer = _target(target_args)
     draft = _draft_of(target, tokenizer, target_args, args.draft)
     fit, test = split_prompts(_prompts(args, tokenizer))
-    report = calibrate(target, draft, fit, test, args.max_new_tokens, args.rounds)
+    set_seed(args.seed)
+    config = GenerationConfig(**_sampling(args))
+    report = calibrate(target, draft, fit, test, args.max_new_tokens, args.rounds, config)
     save_temperatures(draft, report.temperatures, args.draft)
     print(report.table(), report.summary(), sep="\n\n")
     path = write_calibration(args.output or args.draft, report)
@@ -215,9 +217,6 @@ def generate(target_args: TargetArguments, args: GenerateArguments, schedule_arg
         messages = [{"role": "user", "content": args.prompt}]
         options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         inputs = apply_template(tokenizer, messages, **options, **(args.template_kwargs or {}))
-    sampling = {"do_sample": False}
-    if args.temperature > 0:
-        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     input_ids = inputs["input_ids"].to(target.device)
     schedule = _schedule(schedule_args, target, draft, input_ids[0].tolist())
     output = block_decode(
@@ -228,11 +227,17 @@ def generate(target_args: TargetArguments, args: GenerateArguments, schedule_arg
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=args.max_new_tokens,
         return_dict_in_generate=True,
-        **sampling,
+        **_sampling(args),
     )
     new, rounds = output.sequences.shape[1] - input_ids.shape[1], len(output.accepted_lengths)
     tau = f"tau {sum(output.accepted_lengths) / rounds:.2f}, " if rounds else ""
     print(f"\n[{new} tokens in {rounds} rounds: {tau}{new / output.seconds['total']:.1f} tokens/s]")
+
+
+def _sampling(args: CalibrateArguments | GenerateArguments) -> dict:
+    if args.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
 
 
 def _target(args: TargetArguments):
