@@ -210,6 +210,9 @@ def test_logs(tmp_path):
     terms = 0.1 * log["ce_loss"] + 0.9 * log["l1_loss"] + log["confidence_loss"]
     assert log["loss"] == pytest.approx(terms, rel=1e-4)
     assert 1 <= log["estimated_tau_sampled"] <= BLOCK + 1
+    # What was counted belongs to the last batch: the draft takes others afterwards.
+    features, block = torch.randn(1, 9, 2 * 32), torch.randn(1, BLOCK, 32)
+    trainer.model.train()(noise_embeds=block, context_hidden_states=features)
 
 
 def test_a_batch_without_anchors_reaches_every_parameter(tmp_path):

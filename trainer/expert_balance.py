@@ -68,6 +68,10 @@ class ExpertBalance(TrainerCallback):
             self._window_loads[index] = self._window_loads[index].to(load.device) + load
             bias += self.bias_step * (load.mean() - load).sign()
 
+    def on_train_end(self, args, state, control, **kwargs):
+        """The last batch's tokens say nothing about what the model is given afterwards."""
+        self.counted_tokens = None
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         """For trainers that do not ask for the metrics themselves."""
         if "loss" in logs:
