@@ -70,7 +70,7 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, DecodingReport]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, default=Path("runs/chitchat_dspark"))
-    parser.add_argument("--max_steps", type=int, default=200)
+    parser.add_argument("--max_steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--calibration_rounds", type=int, default=1000)
