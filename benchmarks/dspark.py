@@ -1,7 +1,7 @@
 """What the Markov head and confidence scheduling bring: the same data and steps with and without them.
 
     make demo DRAFT=dspark   # writes the answers that this trains on
-    OMP_WAIT_POLICY=passive python -m benchmarks.dspark --max_steps 200 --json dspark.json
+    OMP_WAIT_POLICY=passive python -m benchmarks.dspark --max_steps 250 --json dspark.json
 
 For each seed two drafts are trained like the demo's: the backbone alone, whose slots know nothing of each other's
 tokens, and one with Markov head and confidence head. The second one decodes twice: verifying everything, and cut
