@@ -13,3 +13,6 @@ trainer = make(output_dir, per_device_train_batch_size=1, gradient_accumulation_
 trainer.train()
 if trainer.accelerator.is_main_process:
     torch.save(weights(trainer), output_dir / "weights.pt")
+# A process that exits with its group open may abort while the group's threads are running.
+trainer.accelerator.wait_for_everyone()
+trainer.accelerator.end_training()

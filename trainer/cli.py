@@ -116,6 +116,9 @@ def train(
         print(f"The figures are in {path}.")
     trainer.save_model()
     print(f"Saved in {args.output_dir}.")
+    # Processes that exit with their group open may abort.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 def _datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int):
