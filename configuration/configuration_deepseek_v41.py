@@ -5,6 +5,8 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .validation import is_natural, is_positive_int, require
+
 CONFIG_SCHEMA_VERSION = 1
 
 # The one cache layer type: what a layer keeps follows from its place in the compression schedule.
@@ -367,17 +369,3 @@ class DeepseekV41Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.text_config.dtype is None:
             self.text_config.dtype = self.dtype
-
-
-def is_natural(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def is_positive_int(value) -> bool:
-    return is_natural(value) and value > 0
-
-
-def require(condition: bool, name: str, value, reason: str) -> None:
-    """Raises a `ValueError` that names a setting, unless `condition`."""
-    if not condition:
-        raise ValueError(f"`{name}` is {value!r}: {reason}.")

@@ -5,8 +5,9 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_deepseek_v41 import DeepseekV41BaseConfig, DeepseekV41TextConfig, require
+from .configuration_deepseek_v41 import DeepseekV41BaseConfig, DeepseekV41TextConfig
 from .configuration_draft import ANCHOR_FIRST, ATTENTION_INPUT_MEAN, LAYER_OUTPUT, DraftConfig, build_target_layer_ids
+from .validation import require
 
 # The cache layer type of a stage: the keys of the context window.
 DSPARK_CONTEXT = "dspark_context"

@@ -3,6 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .validation import require
+
 CONFIG_SCHEMA_VERSION = 1
 
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
@@ -169,64 +171,64 @@ class KimiK3TextConfig(PreTrainedConfig):
         """Raises a `ValueError` that names the first setting outside of what the architecture defines."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*sizes, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
-        _require(self.mla_use_nope, "mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
-        _require(
+            require(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
+        require(self.mla_use_nope, "mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
+        require(
             self.num_key_value_heads == self.num_attention_heads,
             "num_key_value_heads",
             self.num_key_value_heads,
             f"MLA has one key/value per query head; it must equal num_attention_heads ({self.num_attention_heads})",
         )
-        _require(
+        require(
             not self.tie_word_embeddings, "tie_word_embeddings", True, "K3 has a separate LM head; it must be false"
         )
-        _require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "null or positive")
+        require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "null or positive")
         beta = self.activation_situ_linear_beta
-        _require(beta is None or beta > 0, "activation_situ_linear_beta", beta, "null or positive")
+        require(beta is None or beta > 0, "activation_situ_linear_beta", beta, "null or positive")
         size = self.attn_res_block_size
-        _require(size is None or size > 0, "attn_res_block_size", size, "null or positive")
+        require(size is None or size > 0, "attn_res_block_size", size, "null or positive")
         self._check_layers()
         if self.num_experts is not None:
             self._check_experts()
 
     def _check_layers(self):
         lists = [self.linear_attn_config.get(name) for name in ("kda_layers", "full_attn_layers")]
-        _require(
+        require(
             None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
             "linear_attn_config",
             self.linear_attn_config,
             f"kda_layers and full_attn_layers (1-based) must be disjoint and cover 1..{self.num_hidden_layers}",
         )
-        _require(
+        require(
             len(lists[1]) > 0,
             "linear_attn_config.full_attn_layers",
             lists[1],
             "at least one layer must be full attention",
         )
         bound = self.linear_gate_lower_bound
-        _require(bound is None or bound < 0, "linear_attn_config.gate_lower_bound", bound, "null or negative")
+        require(bound is None or bound < 0, "linear_attn_config.gate_lower_bound", bound, "null or negative")
 
     def _check_experts(self):
         for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size"):
             value = getattr(self, name)
-            _require(value is not None and value > 0, name, value, "a model with experts needs it positive")
-        _require(
+            require(value is not None and value > 0, name, value, "a model with experts needs it positive")
+        require(
             self.num_experts_per_token <= self.num_experts,
             "num_experts_per_token",
             self.num_experts_per_token,
             f"it cannot exceed num_experts ({self.num_experts})",
         )
-        _require(
+        require(
             self.moe_router_activation_func in ("sigmoid", "softmax"),
             "moe_router_activation_func",
             self.moe_router_activation_func,
             'it must be "sigmoid" or "softmax"',
         )
         groups = self.num_expert_group
-        _require(
+        require(
             groups > 0 and self.num_experts % groups == 0, "num_expert_group", groups, "it must divide num_experts"
         )
-        _require(0 < self.topk_group <= groups, "topk_group", self.topk_group, f"it must lie in 1..{groups}")
+        require(0 < self.topk_group <= groups, "topk_group", self.topk_group, f"it must lie in 1..{groups}")
 
 
 @strict
@@ -265,8 +267,3 @@ def _drop_mxfp4(settings: dict) -> None:
     formats = [group.get("format") for group in quantization.get("config_groups", {}).values()]
     if MXFP4_FORMAT in (quantization.get("format"), *formats):
         del settings["quantization_config"]
-
-
-def _require(condition: bool, name: str, value, reason: str) -> None:
-    if not condition:
-        raise ValueError(f"`{name}` is {value!r}: {reason}.")

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ..configuration.configuration_deepseek_v41 import COMPRESSED_SPARSE_ATTENTION, DeepseekV41TextConfig
+from .cache_rollback import check_crop
 from .deepseek_v41_layers import (
     DeepseekV41RMSNorm,
     DeepseekV41WindowAttention,
@@ -292,10 +293,7 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
             ValueError: if `tokens_to_remove` is positive.
             RuntimeError: if the cache does not record, or not that many tokens are recorded.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"`crop({tokens_to_remove})`: pass a negative number, the tokens to take back.")
-        if not self.record_past:
-            raise RuntimeError("`crop` needs `cache.activate_past_recording()` before the tokens it takes back.")
+        check_crop(tokens_to_remove, self.record_past)
         if -tokens_to_remove > self.recorded:
             raise RuntimeError(
                 f"`crop({tokens_to_remove})` takes back more than the {self.recorded} tokens since the last `crop`."

@@ -13,6 +13,7 @@ from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
+from .cache_rollback import check_crop
 
 chunk_kda = None
 if is_flash_linear_attention_available():
@@ -219,10 +220,7 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
             ValueError: if `tokens_to_remove` is positive.
             RuntimeError: if the cache does not record, or not that many tokens are recorded.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"`crop({tokens_to_remove})`: pass a negative number, the tokens to take back.")
-        if not self.record_past:
-            raise RuntimeError("`crop` needs `cache.activate_past_recording()` before the tokens it takes back.")
+        check_crop(tokens_to_remove, self.record_past)
         kept = self.recorded_tokens + tokens_to_remove
         if kept < 0:
             raise RuntimeError(
