@@ -256,9 +256,8 @@ def test_features_are_layer_outputs_and_the_forward_stops(tmp_path, target_name)
     assert not ran
 
 
-def test_packed_documents_equal_their_own_rows(tmp_path):
+def assert_packed_documents_equal_their_own_rows(trainer):
     """The loss of a packed row is that of its documents in rows of their own, with the same anchors."""
-    trainer = make_trainer(tmp_path)
     rows = [make_rows()[i] for i in (0, 1)]
     alone = trainer.data_collator(rows)
     trainer.place_blocks(alone, step=0)
@@ -280,6 +279,10 @@ def test_packed_documents_equal_their_own_rows(tmp_path):
     together = trainer.block_loss(trainer.model, packed)
     assert together.weight == separate.weight
     assert together.loss_sum.item() == pytest.approx(separate.loss_sum.item(), rel=1e-5)
+
+
+def test_packed_documents_equal_their_own_rows(tmp_path):
+    assert_packed_documents_equal_their_own_rows(make_trainer(tmp_path))
 
 
 def test_packed_rows_need_a_target_that_keeps_documents_apart(tmp_path):
@@ -323,18 +326,20 @@ def test_rows_without_id_are_refused(tmp_path):
         trainer.place_blocks(batch, 0)
 
 
-def test_two_ranks_equal_one(tmp_path):
-    """Two gloo processes, one of which gets rows without an anchor, take the step that one process takes."""
+def two_rank_weights(output_dir: Path, family: str) -> dict[str, torch.Tensor]:
+    """Of a draft after the step that two gloo processes take, one of which gets rows without an anchor."""
     script = Path(__file__).parent / "two_rank_step.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    result = subprocess.run(
-        [*command, str(tmp_path / "two"), "dflash"], env=environment, capture_output=True, text=True
-    )
+    result = subprocess.run([*command, str(output_dir), family], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
+    return torch.load(output_dir / "weights.pt", weights_only=True)
+
+
+def test_two_ranks_equal_one(tmp_path):
+    ranks = two_rank_weights(tmp_path / "two", "dflash")
     single = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
     single.train()
-    ranks = torch.load(tmp_path / "two" / "weights.pt", weights_only=True)
     assert_close(ranks, weights(single), 1e-5)
 
 

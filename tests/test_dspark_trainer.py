@@ -1,16 +1,18 @@
 """The trainer of DSpark drafts on tiny targets: reference step, accumulation, teacher, heads, experts, resuming."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from decoding_models import MASK, build_draft, build_target
 from safetensors.torch import load_file
-from test_draft_trainer import assert_close, make_rows, weights
+from test_draft_trainer import (
+    assert_close,
+    assert_packed_documents_equal_their_own_rows,
+    make_rows,
+    two_rank_weights,
+    weights,
+)
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
@@ -348,27 +350,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
 
 
 def test_packed_documents_equal_their_own_rows(tmp_path):
-    trainer = dspark_trainer(tmp_path, target=build_target("k3"))
-    rows = [make_rows()[i] for i in (0, 1)]
-    alone = placed_batch(trainer)
-    first = len(rows[0]["input_ids"])
-    packed = trainer.data_collator(
-        [
-            {
-                "input_ids": rows[0]["input_ids"] + rows[1]["input_ids"],
-                "loss_mask": rows[0]["loss_mask"] + rows[1]["loss_mask"],
-                "document_ids": [1] * first + [2] * len(rows[1]["input_ids"]),
-                "row_id": 0,
-            }
-        ]
-    )
-    keep = alone["block_keep_mask"]
-    positions = alone["anchor_positions"] + torch.tensor([[0], [first]])
-    packed["anchor_positions"], packed["block_keep_mask"] = positions[keep][None], keep[keep][None]
-    separate = trainer.block_loss(trainer.model, alone)
-    together = trainer.block_loss(trainer.model, packed)
-    assert together.weight == separate.weight
-    assert together.loss_sum.item() == pytest.approx(separate.loss_sum.item(), rel=1e-5)
+    assert_packed_documents_equal_their_own_rows(dspark_trainer(tmp_path, target=build_target("k3")))
 
 
 def test_anchors_of_packed_rows_stay_in_their_document(tmp_path):
@@ -391,16 +373,10 @@ def test_evaluation_is_repeatable_and_counts_no_load(tmp_path):
 
 
 def test_two_ranks_equal_one(tmp_path):
-    """Two gloo processes, one of which gets rows without an anchor, take the step that one process takes."""
-    script = Path(__file__).parent / "two_rank_step.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    command += [str(tmp_path / "two"), "dspark"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+    ranks = two_rank_weights(tmp_path / "two", "dspark")
     single = dspark_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
     single.train()
-    ranks, expected = torch.load(tmp_path / "two" / "weights.pt", weights_only=True), weights(single)
+    expected = weights(single)
     biases = [name for name in expected if "bias" in name]
     assert all(torch.equal(ranks.pop(name), expected[name]) for name in biases)
     assert_close(ranks, expected, 1e-5)
