@@ -6,7 +6,14 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .configuration_deepseek_v41 import DeepseekV41BaseConfig, DeepseekV41TextConfig
-from .configuration_draft import ANCHOR_FIRST, ATTENTION_INPUT_MEAN, LAYER_OUTPUT, DraftConfig, build_target_layer_ids
+from .configuration_draft import (
+    ANCHOR_FIRST,
+    ATTENTION_INPUT_MEAN,
+    LAYER_OUTPUT,
+    DraftConfig,
+    default_target_layer_ids,
+)
+from .target_settings import target_settings
 from .validation import require
 
 # The cache layer type of a stage: the keys of the context window.
@@ -111,11 +118,11 @@ class DeepseekV41DSparkConfig(DraftConfig, DeepseekV41BaseConfig):
         A draft for any causal language model.
 
         For a DeepSeek V4.1 target every setting that is not given is what its own `dspark_*` settings say. For another
-        one: 3 stages that draft 5 tokens, the outputs of [`build_target_layer_ids`] as features, the target's hidden
-        size H, vocabulary, special tokens and number of heads; heads of 32 channels for every 256 of H, at least 32
-        and at most 512, of which half, at most 64, are rotated; a query rank of H/4; up to 8 groups of heads whose
-        outputs are compressed to 1.6 H in all; 8 experts of width H/2, 2 for a token, and the shared one; a Markov
-        rank of H/4, at most 256; a window of 128.
+        one: 3 stages that draft 5 tokens, the features of [`default_target_layer_ids`], the target's hidden size H,
+        vocabulary, special tokens, number of heads and scaling of embeddings and logits (see [`target_settings`]);
+        heads of 32 channels for every 256 of H, at least 32 and at most 512, of which half, at most 64, are rotated; a
+        query rank of H/4; up to 8 groups of heads whose outputs are compressed to 1.6 H in all; 8 experts of width
+        H/2, 2 for a token, and the shared one; a Markov rank of H/4, at most 256; a window of 128.
 
         Args:
             target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
@@ -128,7 +135,7 @@ class DeepseekV41DSparkConfig(DraftConfig, DeepseekV41BaseConfig):
         Raises:
             ValueError: if a setting is missing or cannot be; the message names it.
         """
-        text_config = target_config.get_text_config()
+        text_config = target_config.get_text_config(decoder=True)
         given = {
             "mask_token_id": mask_token_id,
             "num_hidden_layers": num_draft_layers,
@@ -138,18 +145,12 @@ class DeepseekV41DSparkConfig(DraftConfig, DeepseekV41BaseConfig):
         given = {name: value for name, value in given.items() if value is not None} | overrides
         if isinstance(text_config, DeepseekV41TextConfig):
             return cls(**(_settings_of_v41_target(text_config) | given))
-        stages = given.get("num_hidden_layers", 3)
-        depth = text_config.num_hidden_layers
-        defaults = {
-            "num_hidden_layers": stages,
-            "block_size": 5,
-            "num_target_layers": depth,
-            "capture_point": LAYER_OUTPUT,
-            "final_logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
-        }
+        stages, inherited = given.get("num_hidden_layers", 3), target_settings(target_config)
+        defaults = inherited | _stage_shape(inherited) | {"num_hidden_layers": stages, "block_size": 5}
         if "target_layer_ids" not in given:
-            defaults["target_layer_ids"] = build_target_layer_ids(depth, stages)
-        return cls(**(_stage_shape(text_config) | defaults | given))
+            depth, capture_point = inherited["num_target_layers"], inherited["capture_point"]
+            defaults["target_layer_ids"] = default_target_layer_ids(depth, stages, capture_point)
+        return cls(**(defaults | given))
 
 
 def build_deepseek_v41_dspark_draft_config(
@@ -229,15 +230,12 @@ def _settings_of_v41_target(target_config: DeepseekV41TextConfig) -> dict:
     )
 
 
-def _stage_shape(text_config: PreTrainedConfig) -> dict:
-    """A stage for a target that is no V4.1, in proportion to its hidden size."""
-    hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
+def _stage_shape(inherited: dict) -> dict:
+    """A stage for a target that is no V4.1, in proportion to its hidden size; see [`target_settings`]."""
+    hidden_size, heads = inherited["hidden_size"], inherited["num_attention_heads"]
     head_dim = 32 * min(16, max(1, hidden_size // 256))
     groups = math.gcd(heads, 8)
     return {
-        "hidden_size": hidden_size,
-        "vocab_size": text_config.vocab_size,
-        "num_attention_heads": heads,
         "head_dim": head_dim,
         "qk_rope_head_dim": min(64, head_dim // 2),
         "q_lora_rank": max(8, hidden_size // 4),
@@ -248,7 +246,4 @@ def _stage_shape(text_config: PreTrainedConfig) -> dict:
         "num_experts_per_tok": 2,
         "markov_rank": min(256, max(8, hidden_size // 4)),
         "rms_norm_eps": 1e-6,
-        "pad_token_id": text_config.pad_token_id,
-        "bos_token_id": text_config.bos_token_id,
-        "eos_token_id": text_config.eos_token_id,
     }

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -28,6 +30,8 @@ class DraftConfig(PreTrainedConfig):
             Token that stands for a position to be predicted; an id of the target's vocabulary that no text contains.
         target_layer_ids (`list[int]`):
             Zero-based target layers whose hidden states the draft reads, strictly increasing.
+        target_hidden_size (`int`, *optional*):
+            Width of those hidden states where it is not `hidden_size`, the width of the target's embedding and head.
         capture_point (`str`):
             Where they are read: `"layer_output"`, that is `hidden_states[i + 1]`, or `"attention_input_mean"`.
         num_target_layers (`int`):
@@ -62,6 +66,7 @@ class DraftConfig(PreTrainedConfig):
     block_size: int | None = None
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
     capture_point: str = LAYER_OUTPUT
     num_target_layers: int | None = None
     slot_layout: str | None = None
@@ -125,8 +130,16 @@ class DraftConfig(PreTrainedConfig):
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that one block drafts."""
-        return self.block_size - (self.slot_layout == ANCHOR_APART)
+        """Tokens that one block drafts: slots without a known token, and the anchor's own where that drafts too. Known
+        are the anchor and, for a draft that has seen variable prefixes only, the token before it."""
+        variable_prefix = (self.objective or {}).get("loss_type") == "variable_prefix"
+        known = min(2, self.block_size - 1) if variable_prefix else 1
+        return self.block_size - known + (self.slot_layout == ANCHOR_FIRST)
+
+    @property
+    def features_width(self) -> int:
+        """Channels of the target's hidden states that the draft reads a token, all layers together."""
+        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
 
     def check_draft(self) -> None:
         """Raises a `ValueError` that names the first setting of the block contract that cannot be."""
@@ -155,18 +168,19 @@ class DraftConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` is {value}: it must be null or positive.")
 
 
+def last_layer_id(num_target_layers: int, capture_point: str) -> int:
+    """The highest layer that engines can tap: they hand out the last layer's output after the final norm only; what
+    enters that layer they do hand out."""
+    return num_target_layers - (2 if capture_point == LAYER_OUTPUT else 1)
+
+
 def check_layer_ids(layer_ids: list[int], num_target_layers: int | None, capture_point: str = LAYER_OUTPUT) -> None:
     """Raises a `ValueError` unless `layer_ids` are strictly increasing layers that every engine can tap."""
     if not layer_ids or any(b <= a for a, b in zip(layer_ids, layer_ids[1:], strict=False)) or layer_ids[0] < 0:
-        raise ValueError(
-            f"`target_layer_ids` is {layer_ids}: give strictly increasing zero-based layers. The default ids repeat "
-            "on very shallow targets; pass explicit ids there."
-        )
+        raise ValueError(f"`target_layer_ids` is {layer_ids}: give strictly increasing zero-based layers.")
     if num_target_layers is None:
         return
-    # Engines hand out the last layer's output after the final norm only; what enters that layer they do hand out.
-    last = num_target_layers - (2 if capture_point == LAYER_OUTPUT else 1)
-    if layer_ids[-1] > last:
+    if layer_ids[-1] > (last := last_layer_id(num_target_layers, capture_point)):
         raise ValueError(
             f"`target_layer_ids` is {layer_ids}: of a target with {num_target_layers} layers, serving engines can "
             f"tap ids up to {last}."
@@ -196,14 +210,44 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
     return [round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers)]
 
 
-def propose_mask_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
+def default_target_layer_ids(
+    num_target_layers: int, num_draft_layers: int, capture_point: str = LAYER_OUTPUT
+) -> list[int]:
+    """
+    [`build_target_layer_ids`] where these are layers that can be tapped and differ; on shallower targets, that many
+    layers, or as many as there are, evenly spaced from the first to the last one that can be tapped.
+    """
+    layer_ids = build_target_layer_ids(num_target_layers, num_draft_layers)
+    last = last_layer_id(num_target_layers, capture_point)
+    if len(set(layer_ids)) == num_draft_layers and 0 <= min(layer_ids) and max(layer_ids) <= last:
+        return sorted(layer_ids)
+    if last < 0:
+        raise ValueError(
+            f"The target has {num_target_layers} layer(s), of which serving engines can tap none: a draft needs a "
+            "deeper target."
+        )
+    count = min(num_draft_layers, last + 1)
+    return [round(i * last / (count - 1)) for i in range(count)] if count > 1 else [last // 2]
+
+
+# Bytes that no UTF-8 text contains.
+NEVER_IN_TEXT = (0xC0, 0xC1, *range(0xF5, 0x100))
+
+
+def propose_mask_token_ids(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, rows: Iterable[Mapping] | None = None
+) -> list[int]:
     """
     Ids of a target's vocabulary that can serve as the mask token, best first: the tokenizer's own mask token, reserved
-    or unused special tokens by name, then embedding rows that no token has.
+    or unused special tokens by name, embedding rows that no token has, then tokens of single bytes that no UTF-8 text
+    contains (0xC0 and the like: byte-level and byte-fallback vocabularies have them).
 
     Args:
         tokenizer: the target's.
         vocab_size: rows of the target's embedding.
+        rows: the data, read only where none of the above exists: then every token that their `input_ids` lack will do,
+            special ones that the chat template does not name first, then the others from the last of the vocabulary
+            on, as a rule its rarest.
 
     Returns:
         A list of ids, never bos, eos, pad or unk.
@@ -219,14 +263,30 @@ def propose_mask_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) 
     known = set(tokenizer.get_vocab().values())
     without_token = [id_ for id_ in range(vocab_size) if id_ not in known]
     own = [id_ for id_ in special if id_ == tokenizer.mask_token_id]
-    candidates = [id_ for id_ in dict.fromkeys(own + sorted(reserved) + without_token) if id_ not in taken]
+    candidates = own + sorted(reserved) + without_token + _bytes_in_no_text(tokenizer, vocab_size)
+    candidates = [id_ for id_ in dict.fromkeys(candidates) if id_ not in taken]
+    if not candidates and rows is not None:
+        template = json.dumps(tokenizer.chat_template)
+        used = taken | {id_ for id_, token in special.items() if token in template}
+        for row in rows:
+            used.update(row["input_ids"])
+        ordinary = [id_ for id_ in reversed(range(vocab_size)) if id_ not in special]
+        candidates = [id_ for id_ in [*special, *ordinary] if id_ not in used]
     if not candidates:
         raise ValueError(
-            "The tokenizer has no mask, reserved or unused token and the embedding no free row. Pass as "
-            "`mask_token_id` a token that your data do not contain (a rare control character, or one of a script that "
-            "you do not train on)."
+            "The tokenizer has no mask, reserved or unused token, no token of a byte that no text contains, and the "
+            "embedding no free row. Pass as `mask_token_id` a token that your data do not contain (a rare control "
+            "character, or one of a script that you do not train on), or the data as `rows`."
         )
     return candidates
+
+
+def _bytes_in_no_text(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
+    """Ids of single bytes that no UTF-8 text contains, as a byte-level or a byte-fallback vocabulary writes them."""
+    vocab = tokenizer.get_vocab()
+    ids = [vocab[name] for byte in NEVER_IN_TEXT for name in (chr(byte), f"<0x{byte:02X}>") if name in vocab]
+    # A letter of an ordinary vocabulary reads like the byte's name, but it is text; a lone byte is none.
+    return [id_ for id_ in ids if id_ < vocab_size and tokenizer.decode([id_]) == "\ufffd"]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -235,20 +295,43 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()
 
 
+def weights_fingerprint(model, values: int = 16) -> str | None:
+    """SHA-256 of up to `values` numbers of each floating-point parameter, which a fine-tune changes though it leaves
+    the embedding as it was; `None` where parameters are not in memory."""
+    samples = []
+    for parameter in model.parameters():
+        if parameter.device.type == "meta":
+            return None
+        if parameter.is_floating_point():
+            numbers = parameter.detach().reshape(-1)
+            samples.append(numbers[:: max(1, len(numbers) // values)][:values].float().cpu())
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: str | None = None) -> dict:
     """
     Identity of a loaded target, as stored in `DraftConfig.target`.
 
     Args:
-        target (`PreTrainedModel`): the frozen target.
+        target (`PreTrainedModel`): the frozen target, with or without PEFT adapters, under PEFT's wrapper or not.
         tokenizer: its tokenizer; `None` leaves its fingerprint out.
         revision: commit hash or branch that the target was loaded at.
     """
-    text_config = target.config.get_text_config()
+    target = target.get_base_model() if hasattr(target, "get_base_model") else target
+    text_config = target.config.get_text_config(decoder=True)
+    name = target.config.name_or_path
+    if os.path.isdir(name):
+        name = os.path.basename(os.path.abspath(name))  # a draft is published, its author's folders are not
     rows = target.get_input_embeddings().weight
-    sample = rows[:: max(1, len(rows) // 64)].detach().float().cpu().contiguous()
+    sample = rows[:: max(1, len(rows) // 64)].detach()
+    digest = None  # unknown while the rows are offloaded
+    if not sample.is_meta:
+        digest = hashlib.sha256(sample.float().cpu().contiguous().numpy().tobytes()).hexdigest()
     return {
-        "name_or_path": target.config.name_or_path,
+        "name_or_path": name,
         "revision": revision,
         "architecture": type(target).__name__,
         "model_type": text_config.model_type,
@@ -256,7 +339,25 @@ def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: s
         "num_hidden_layers": text_config.num_hidden_layers,
         "dtype": str(target.dtype).removeprefix("torch."),
         "embedding_rows": len(rows),
-        "embedding_sha256": hashlib.sha256(sample.numpy().tobytes()).hexdigest(),
+        "embedding_sha256": digest,
+        "weights_sha256": weights_fingerprint(target),
+        "adapters": _adapters(target),
+        "quantization": _quantization(target),
         "tokenizer_length": None if tokenizer is None else len(tokenizer),
         "tokenizer_sha256": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
     }
+
+
+def _adapters(target) -> list[str] | None:
+    """The kinds of the PEFT adapters in a model; `None` without one."""
+    if not hasattr(target, "peft_config"):
+        return None
+    return [config.peft_type.value for config in target.peft_config.values()]
+
+
+def _quantization(target) -> str | None:
+    """The method by which a model's weights are quantised; `None` where they are not."""
+    config = getattr(target.config, "quantization_config", None)
+    if config is None:
+        return None
+    return config["quant_method"] if isinstance(config, dict) else str(config.quant_method.value)

@@ -3,9 +3,15 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_deepseek_v41 import DeepseekV41TextConfig
-from .configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT, DraftConfig, build_target_layer_ids
+from .configuration_draft import (
+    ATTENTION_INPUT_MEAN,
+    LAYER_OUTPUT,
+    DraftConfig,
+    build_target_layer_ids,
+    default_target_layer_ids,
+)
 from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .target_settings import mlp_width, target_settings
 
 # What a draft does not build is switched off, so that its configuration describes the draft and not the target.
 DENSE_DRAFT = {
@@ -69,15 +75,15 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
         **overrides,
     ) -> "KimiK3DFlashConfig":
         """
-        A draft for any causal language model: the target's hidden size, vocabulary and special tokens, and K3's MLA in
-        proportion to its hidden size H where the target is not a K3 (heads = the target's, per-head widths of K3's
-        128/64/128 capped by H / heads, ranks H/4 for queries and H/8 for the latent, an MLP of the target's width,
-        gated, SiTU as in K3).
+        A draft for any causal language model: the target's hidden size, vocabulary, special tokens, scaling of
+        embeddings and logits (see [`target_settings`]), and K3's MLA in proportion to its hidden size H where the
+        target is not a K3 (heads = the target's, per-head widths of K3's 128/64/128 capped by H / heads, K3's ranks of
+        1536 for queries and 512 for the latent capped by H/2, an MLP of the target's width, gated, SiTU as in K3).
 
         Args:
             target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
             mask_token_id: see [`DraftConfig`]; `propose_mask_token_ids` lists candidates.
-            target_layer_ids: defaults to [`build_target_layer_ids`].
+            target_layer_ids: defaults to [`default_target_layer_ids`].
             overrides: any field of the configuration. Two defaults are not the reference's, a bidirectional block that
                 sees the whole context. Without positions, its masked slots hold the same token and see the same keys,
                 so that all of them predict the same distribution, and which context row is the newest has to be found
@@ -85,14 +91,15 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
                 is the block size, which says what is near; `None` is the whole context.
 
         Raises:
-            ValueError: if a setting cannot be; on very shallow targets the default ids repeat and must be given.
+            ValueError: if a setting cannot be.
         """
-        text_config = target_config.get_text_config()
-        depth = text_config.num_hidden_layers
+        text_config = target_config.get_text_config(decoder=True)
+        depth, inherited = text_config.num_hidden_layers, target_settings(target_config)
         overrides = {"is_causal": True, "sliding_window": block_size} | overrides
         dflash_config = {
             "mask_token_id": mask_token_id,
-            "target_layer_ids": target_layer_ids or build_target_layer_ids(depth, num_draft_layers),
+            "target_layer_ids": target_layer_ids
+            or default_target_layer_ids(depth, num_draft_layers, inherited["capture_point"]),
         }
         if isinstance(text_config, KimiK3TextConfig):
             config = build_kimi_k3_dflash_draft_config(
@@ -101,30 +108,20 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
             settings = config.to_dict()
             del settings["dflash_config"]  # a view of what may be overridden
             return cls.from_dict(settings | overrides)
-        hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
+        hidden_size, heads = inherited["hidden_size"], inherited["num_attention_heads"]
         head_dim = max(8, hidden_size // heads)
-        settings = {
-            "hidden_size": hidden_size,
-            "vocab_size": text_config.vocab_size,
-            "num_attention_heads": heads,
-            "intermediate_size": getattr(text_config, "intermediate_size", None) or 4 * hidden_size,
+        settings = inherited | {
+            "intermediate_size": mlp_width(text_config),
             "rms_norm_eps": 1e-5,
-            "q_lora_rank": max(8, hidden_size // 4),
-            "kv_lora_rank": max(8, hidden_size // 8),
+            "q_lora_rank": min(1536, hidden_size // 2),
+            "kv_lora_rank": min(512, hidden_size // 2),
             "qk_nope_head_dim": min(128, head_dim),
             "qk_rope_head_dim": min(64, max(4, head_dim // 2)),
             "v_head_dim": min(128, head_dim),
-            "pad_token_id": text_config.pad_token_id,
-            "bos_token_id": text_config.bos_token_id,
-            "eos_token_id": text_config.eos_token_id,
             "initializer_range": 0.02,
             "num_hidden_layers": num_draft_layers,
-            "num_target_layers": depth,
             "block_size": block_size,
-            "final_logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
         }
-        if isinstance(text_config, DeepseekV41TextConfig):  # its layers have no single output
-            settings["capture_point"] = ATTENTION_INPUT_MEAN
         return cls(**(DENSE_DRAFT | settings | overrides), dflash_config=dflash_config)
 
 

@@ -17,18 +17,21 @@ def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
 
     Args:
         directory (`str` or `os.PathLike`):
-            Where the files go. Made if absent; files of other names in it stay.
+            Where the files go, those in folders too. Made if absent; files of other names in it stay.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     # Inside `directory`, because a rename is atomic within one file system only.
     with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as staging:
         yield Path(staging)
-        files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == "config.json", file.name))
+        files = (file.relative_to(staging) for file in Path(staging).rglob("*") if file.is_file())
+        files = sorted(files, key=lambda file: (file.name == "config.json", file))
         for file in files:
-            _sync(file)
+            _sync(Path(staging, file))
         for file in files:
-            os.replace(file, directory / file.name)
+            if file.parent != Path("."):
+                (directory / file.parent).mkdir(parents=True, exist_ok=True)
+            os.replace(Path(staging, file), directory / file)
     _sync(directory)
 
 

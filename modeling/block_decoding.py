@@ -17,7 +17,6 @@ head says how likely each token is to be accepted; a `confidence_schedule` then 
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,10 +25,22 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..configuration.configuration_draft import ANCHOR_FIRST, DraftConfig
+from ..configuration.configuration_draft import ANCHOR_FIRST
+from .cache_rollback import stuck_layers
+from .decoding_call import (
+    BatchDecodeOutput,
+    BlockDecodeOutput,
+    Row,
+    arguments_of_generate,
+    call_generate,
+    check_call,
+    is_prepared,
+    join_rows,
+    split_rows,
+)
 from .pairing import check_pair
-from .plain_decoding import BlockDecodeOutput, CachedTarget, Stopwatch, TokenSequence, check_call, sample
-from .target_features import capture_features
+from .plain_decoding import CachedTarget, Stopwatch, TokenSequence, device_of, sample
+from .target_features import FeatureCapture, capture_features
 
 # Drafts with the target that they were last found to fit.
 _checked_pairs: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref] = weakref.WeakKeyDictionary()
@@ -81,17 +92,6 @@ def verify(
     return accepted, sample(last)
 
 
-def known_tokens(config: DraftConfig) -> int:
-    """Clean tokens at the start of a block: the anchor, and the one before it for a draft of variable prefixes."""
-    variable_prefix = (config.objective or {}).get("loss_type") == "variable_prefix"
-    return min(2, config.block_size - 1) if variable_prefix else 1
-
-
-def num_candidates(config: DraftConfig) -> int:
-    """How many tokens a draft proposes a round: slots predict their own token or, anchor first, the one after it."""
-    return config.block_size - known_tokens(config) + (config.slot_layout == ANCHOR_FIRST)
-
-
 class Proposal(NamedTuple):
     """What a draft says of the `n` candidates that it wrote into the sequence's buffer.
 
@@ -108,29 +108,33 @@ class _Drafter:
     """The draft with its cache: turns newly verified features into the next block of candidates.
 
     `known` tokens of a block are clean and the rest masks. Where they are two (the draft never saw a block with one),
-    the context ends one position earlier, and the newest feature is held back until the next round. The prompt's
-    padding never becomes context, so the draft counts real tokens only.
+    the context ends one position earlier, and the newest feature is held back until the next round. What the prompt's
+    mask hides never becomes context, so the draft counts real tokens only.
     """
 
     def __init__(self, draft: PreTrainedModel, target: CachedTarget, stopwatch: Stopwatch):
         config = draft.config
         self.draft, self.target, self._stopwatch = draft, target, stopwatch
-        self.known, self.num_candidates = known_tokens(config), num_candidates(config)
-        self._first_slot = config.block_size - self.num_candidates
-        self._block = torch.full((1, config.block_size), config.mask_token_id, device=target.model.device)
-        self._positions = torch.arange(target.positions.shape[-1], device=draft.device)[None]
-        self._padding = 0 if target.mask is None else int((target.mask[0] == 0).sum())
+        self.device = device_of(draft, target.device)
+        self._embed_tokens, self._lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        self.num_candidates = config.num_drafted
+        self._first_slot = config.block_size - config.num_drafted
+        self.known = self._first_slot + (config.slot_layout == ANCHOR_FIRST)
+        device = device_of(self._embed_tokens, target.device)
+        self._block = torch.full((1, config.block_size), config.mask_token_id, device=device)
+        self._positions = torch.arange(target.positions.shape[-1], device=self.device)[None]
+        self._hidden = 0 if target.mask is None else int((target.mask[0] == 0).sum())
         self._cache = DFlashCache(config=config)
         self._cache.activate_past_recording()
         self._held: torch.Tensor | None = None
         self._context_length = 0
         if draft.confidence_head is not None:
             temperatures = config.confidence_temperatures or [1.0] * config.block_size
-            self._temperatures = torch.tensor(temperatures, device=draft.device)
+            self._temperatures = torch.tensor(temperatures, device=self.device)
 
     def read_prompt(self, features: torch.Tensor) -> torch.Tensor:
-        """Features `[1, prompt, features]` without the rows of padding."""
-        if self._padding == 0:
+        """Features `[1, prompt, features]` without the rows that the mask hides."""
+        if self._hidden == 0:
             return features
         return features[:, self.target.mask[0, : features.shape[1]].bool().to(features.device)]
 
@@ -142,35 +146,34 @@ class _Drafter:
             features: `[1, new tokens, features]`, the target's hidden states of the tokens verified last.
             n: number of candidates wanted, at most `num_candidates`; the block keeps its full size.
         """
-        draft, model = self.draft, self.target.model
-        with self._stopwatch.lap("draft", draft.device):
+        draft = self.draft
+        with self._stopwatch.lap("draft", self.device):
             output = self._run_block(sequence, features)
             slots = slice(self._first_slot, self._first_slot + n)
-            hidden = output.last_hidden_state[:, slots].to(model.device)
-            logits = draft.compute_logits(hidden, model.get_output_embeddings())[0]
+            hidden = output.last_hidden_state[:, slots].to(device_of(self._lm_head, self.target.device))
+            logits = draft.compute_logits(hidden, self._lm_head)[0]
 
             # Slot by slot where a slot needs the tokens before it.
             step = n if sequence.prefix_free and draft.markov_head is None else 1
-            processed, previous = [], []
+            weights, previous = [], []
             for k in range(0, n, step):
                 position = sequence.length + k
                 rows = logits[k : k + step]
                 if draft.markov_head is not None:
-                    token = sequence.tokens[:, position - 1].to(draft.device)
+                    token = sequence.tokens[:, position - 1].to(self.device)
                     transition, embedding = draft.markov_head(token)
                     rows = rows + transition.to(rows)
                     previous.append(embedding)
-                processed.append(sequence.process(rows, position))
-                sequence.tokens[:, position : position + step] = sequence.choose(processed[-1])
+                weights.append(sequence.weigh(sequence.score(rows, position)))
+                sequence.tokens[:, position : position + step] = sequence.choose(weights[-1])
 
             confidence = None
             if draft.confidence_head is not None:
                 confidence = draft.confidence_logits(output.confidence_states[0, slots], torch.cat(previous))
-        return Proposal(torch.cat(processed)[None] if sequence.do_sample else None, confidence)
+        return Proposal(torch.cat(weights)[None] if sequence.do_sample else None, confidence)
 
     def _run_block(self, sequence: TokenSequence, features: torch.Tensor) -> ModelOutput:
-        draft, embed_tokens = self.draft, self.target.model.get_input_embeddings()
-        start = sequence.length - self.known - self._padding
+        start = sequence.length - self.known - self._hidden
         if self._held is not None:
             features = torch.cat([self._held, features], dim=1)
         new = start - self._context_length
@@ -178,10 +181,10 @@ class _Drafter:
         self._block[:, : self.known] = sequence.tokens[:, sequence.length - self.known : sequence.length]
         end = start + self._block.shape[1]
 
-        embeds = draft.embed_block(self._block, embed_tokens)
+        embeds = self.draft.embed_block(self._block, self._embed_tokens)
         self._cache.set_previous_accepted_tokens(new)
-        output = draft(
-            noise_embeds=embeds.to(draft.device),
+        output = self.draft(
+            noise_embeds=embeds.to(self.device),
             context_hidden_states=context,
             position_ids=self._positions[:, self._context_length : end],
             cache=self._cache,
@@ -205,7 +208,7 @@ def _check_pair_once(target: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 def block_decode(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.LongTensor | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
@@ -213,74 +216,88 @@ def block_decode(
     confidence_schedule: Callable[[list[float]], int] | None = None,
     streamer: BaseStreamer | None = None,
     **model_kwargs,
-) -> BlockDecodeOutput | torch.LongTensor:
+) -> BlockDecodeOutput | BatchDecodeOutput | torch.LongTensor:
     """Decodes with a block-parallel draft; the tokens are those of the target alone.
 
-    Meant for `target.generate(..., custom_generate=block_decode, draft=draft)`. A direct call, recognised by its lack
-    of `stopping_criteria`, goes through `generate` as well and takes the same settings. To stream, call directly:
-    `generate` does not hand its streamer to a `custom_generate` function.
+    Meant for `target.generate(..., custom_generate=block_decode, draft=draft)`. A direct call goes through `generate`
+    as well and takes the same arguments; only so can it end at `stop_strings`, since `generate` keeps the `tokenizer`
+    from a `custom_generate` function.
+
+    The rows of a batch are decoded one after another, each without its padding and with a cache of its own, so each
+    gives what its prompt alone gives, and a batch takes the sum of their times; `max_time` is that of all together.
 
     Args:
-        model: the target, any transformers causal LM whose cache can be cropped.
-        input_ids: `[1, prompt]` int64.
-        logits_processor: the caller's processors; the draft's distribution passes them too, each slot with its prefix.
+        model: the target, any transformers causal LM whose cache can be cropped, on any devices.
+        input_ids: `[batch, prompt]` int64, padded on the left.
+        logits_processor: functions of prefix and scores; the draft's distribution passes them too, each slot with its
+            prefix.
         stopping_criteria: checked after every token, so that an answer ends where plain decoding would end it.
-        generation_config: greedy or sampling (`do_sample`), lengths, stop tokens, `return_dict_in_generate`.
+        generation_config: greedy or sampling, any number of returned sequences; what other modes need is refused.
         draft: the block-parallel draft trained for this target; it may lie on another device.
         confidence_schedule: how many of a round's candidates are worth verifying, given their calibrated confidences;
             `None` for all. Candidate k may be decided by the first k + 1 confidences only, or sampling would favour
             what the later ones favour. See [`ConfidenceThreshold`] and [`CostTable`].
-        streamer: receives the tokens of each round.
+        streamer: receives the tokens of each round; for one sequence.
         model_kwargs: the target's inputs as `generate` prepares them, with an empty `cache`.
 
     Returns:
-        Sequences `[1, prompt + new tokens]`, or a [`BlockDecodeOutput`] with `return_dict_in_generate`.
+        Sequences `[batch, prompt + new tokens]`, shorter answers filled up with the pad token. With
+        `return_dict_in_generate` a [`BlockDecodeOutput`], of a batch a [`BatchDecodeOutput`].
 
     Raises:
-        ValueError: without a draft, with more than one sequence, with a cache that is absent, filled or cannot be
-            rolled back, with a draft that belongs to another target (see [`check_pair`]), or with a
-            `confidence_schedule` for a draft without a confidence head.
+        ValueError: without a draft, with settings of another decoding mode or processors that count their calls, with
+            a cache that is absent, filled or cannot be rolled back, with a draft that belongs to another target (see
+            [`check_pair`]), or with a `confidence_schedule` for a draft without a confidence head.
     """
     if draft is None:
         raise ValueError("block_decode needs `draft`: pass it to `generate` beside `custom_generate`.")
-    if stopping_criteria is None:
-        return model.generate(
-            input_ids,
-            logits_processor=logits_processor,
-            generation_config=generation_config,
-            streamer=streamer,
-            custom_generate=partial(block_decode, streamer=streamer),
-            draft=draft,
-            confidence_schedule=confidence_schedule,
-            **model_kwargs,
-        )
-    check_call("block_decode", model, input_ids, generation_config, model_kwargs)
+    prepared = (logits_processor, stopping_criteria, generation_config)
+    if not is_prepared(*prepared, model_kwargs):
+        model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        model_kwargs |= {"generation_config": generation_config, "confidence_schedule": confidence_schedule}
+        return call_generate(block_decode, model, input_ids, streamer, draft=draft, **model_kwargs)
+    outer = arguments_of_generate()
+    if outer.get("assistant_model") is not None:
+        raise ValueError("block_decode takes its draft as `draft`: leave out `assistant_model`.")
+    if streamer is None:
+        streamer = outer.get("streamer")
+    check_call("block_decode", input_ids, *prepared, streamer, model_kwargs)
     _check_pair_once(model, draft)
     if confidence_schedule is not None and draft.confidence_head is None:
         raise ValueError(
             "`confidence_schedule` cuts blocks where the draft's confidence is low, and this draft has no confidence "
             "head: leave the schedule out, or train a draft with one."
         )
+    outputs = []
+    with capture_features(model, draft.config.target_layer_ids, draft.config.capture_point) as capture:
+        for row in split_rows(input_ids, model_kwargs):
+            sequence = TokenSequence(row, *prepared, streamer)
+            outputs.append(_decode_row(model, draft, capture, row, sequence, confidence_schedule))
+    return join_rows(outputs, generation_config)
 
+
+def _decode_row(
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    capture: FeatureCapture,
+    row: Row,
+    sequence: TokenSequence,
+    confidence_schedule: Callable[[list[float]], int] | None,
+) -> BlockDecodeOutput:
     stopwatch, accepted_lengths, verified_lengths, confidence_logits = Stopwatch(), [], [], []
-    sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    config = draft.config
-    with torch.inference_mode(), capture_features(model, config.target_layer_ids, config.capture_point) as capture:
-        room = sequence.max_length + config.block_size
-        target = CachedTarget(model, capture.run, room, stopwatch, model_kwargs)
+    with torch.inference_mode():
+        target = CachedTarget(model, capture.run, sequence.max_length + draft.config.block_size, stopwatch, row)
         drafter = _Drafter(draft, target, stopwatch)
         target.cache.activate_past_recording()
-        logits = target.prefill(input_ids, model_kwargs)
-        # Known only now: some cache layers learn what they hold in their first forward.
-        if not target.cache.is_croppable:
-            stuck = sorted({type(layer).__name__ for layer in target.cache.layers if not layer.is_croppable})
+        logits = target.prefill()
+        if stuck := stuck_layers(target.cache):
             raise ValueError(
                 f"block_decode takes back rejected tokens, but layers {stuck} of the target's cache keep a state "
                 "without a record of the past. Decode this target without a draft, or give it cache layers that "
                 "support `activate_past_recording` and `crop`."
             )
         target.cache.crop(0)
-        features = drafter.read_prompt(capture.features(draft.device))
+        features = drafter.read_prompt(capture.features(drafter.device))
         sequence.commit_next(logits)
 
         while not sequence.finished:
@@ -291,28 +308,25 @@ def block_decode(
             if confidence_schedule is not None and n > 0:
                 n = confidence_schedule(drafter.confidences(proposal.confidence_logits))
             block = sequence.tokens[:, anchor : anchor + 1 + n]
-            processed = sequence.process(target.forward(block, anchor), sequence.length)
-            candidates = block[:, 1:]
+            logits = target.forward(block, anchor)
+            scores = sequence.score(logits, sequence.length)
+            weights, candidates = sequence.weigh(scores), block[:, 1:]
             if proposal.probs is None:
-                accepted, next_token = match(candidates, sequence.choose(processed)[None])
+                accepted, next_token = match(candidates, sequence.choose(weights)[None])
             else:
-                accepted, next_token = verify(candidates, proposal.probs[:, :n], processed[None])
+                accepted, next_token = verify(candidates, proposal.probs[:, :n], weights[None])
             # The round's one synchronisation with the device, but for a schedule's.
             *drafted, bonus, count = torch.cat([candidates[0], next_token, accepted]).tolist()
             sequence.tokens[:, sequence.length + count] = bonus
-            kept = sequence.commit([*drafted[:count], bonus])
+            kept = sequence.commit([*drafted[:count], bonus], logits, scores)
             accepted_lengths.append(kept)
             verified_lengths.append(1 + n)
             target.cache.crop(kept - 1 - n)
-            features = capture.features(draft.device)[:, :kept]
+            features = capture.features(drafter.device)[:, :kept]
 
-    sequences = sequence.finish()
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    if draft.confidence_head is None:
-        confidence_logits = None
-    else:
-        confidence_logits = [[] if logits is None else logits.tolist() for logits in confidence_logits]
-    return BlockDecodeOutput(
-        sequences, accepted_lengths, verified_lengths, confidence_logits, stopwatch.seconds(), target.cache
-    )
+    output = sequence.finish()
+    output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
+    if draft.confidence_head is not None:
+        output.confidence_logits = [[] if logits is None else logits.tolist() for logits in confidence_logits]
+    output.seconds, output.cache = stopwatch.seconds(), target.cache
+    return output

@@ -22,7 +22,7 @@ from operator import mul
 import torch
 from transformers import PreTrainedModel
 
-from .block_decoding import block_decode, num_candidates
+from .block_decoding import block_decode
 
 # Candidates less likely to survive than this are never verified.
 MIN_SURVIVAL = 1e-6
@@ -211,7 +211,7 @@ def measure_cost_table(
     Raises:
         ValueError: if the answer ends before its second round, so that none can be timed.
     """
-    timer = _RoundTimer(num_candidates(draft.config))
+    timer = _RoundTimer(draft.config.num_drafted)
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | inputs
 
     def timed_rounds() -> int:

@@ -162,7 +162,7 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
         self.attn_hc = DeepseekV41HyperConnection(config)
         self.ffn_hc = DeepseekV41HyperConnection(config)
         is_first, is_last = stage_idx == 0, stage_idx == config.num_hidden_layers - 1
-        self.main_proj = nn.Linear(len(config.target_layer_ids) * size, size, bias=False) if is_first else None
+        self.main_proj = nn.Linear(config.features_width, size, bias=False) if is_first else None
         self.main_norm = DeepseekV41RMSNorm(size, eps) if is_first else None
         self.norm = DeepseekV41RMSNorm(size, eps) if is_last else None
         has_markov_head = is_last and config.markov_rank is not None

@@ -54,12 +54,15 @@ class DeepseekV41RMSNorm(nn.Module):
 
 
 class Fp32Linear(KeepsFp32, nn.Linear):
-    """A bias-free linear layer in fp32, whatever the model's dtype."""
+    """A bias-free linear layer with a weight in fp32, whatever the model's dtype."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, in_fp32: bool = True) -> torch.Tensor:
+        """In fp32, or with the weight rounded to the dtype of `hidden_states`."""
+        if not in_fp32:
+            return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
         with maybe_autocast(hidden_states.device.type, enabled=False):
             return nn.functional.linear(hidden_states.float(), self.weight)
 
@@ -307,11 +310,15 @@ class DeepseekV41MoE(nn.Module):
 
 
 class AttentionSinks(KeepsFp32):
-    """A logit for each head `[n]` that takes part in its softmax and has no value."""
+    """A logit for each head `[n]` that takes part in its softmax and has no value. A call returns them, since hooks
+    that bring offloaded weights do so for calls."""
 
     def __init__(self, num_heads: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class GroupedLinear(nn.Module):
@@ -370,7 +377,7 @@ class DeepseekV41WindowAttention(nn.Module):
         attention = eager_sink_attention if self.config._attn_implementation == "eager" else sdpa_sink_attention
         dropout = self.config.attention_dropout if self.training else 0.0
         with maybe_autocast(queries.device.type, enabled=False):
-            return attention(queries, keys, visible, self.sinks_param.weight, self.scaling, dropout)
+            return attention(queries, keys, visible, self.sinks_param(), self.scaling, dropout)
 
     def project_output(self, attended: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         """`[B, S, n, D]` -> `[B, S, H]`."""

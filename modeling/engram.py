@@ -197,8 +197,8 @@ class EngramHash(nn.Module):
                 "`engram_layer_ids` is not empty, and Engram hashes what the tokens say: call "
                 "`model.set_tokenizer(tokenizer)` with the model's own tokenizer before the first forward."
             )
-        compressed = self.token_map[input_ids]
-        return compressed if mask is None else compressed.masked_fill(~mask.bool(), MASKED)
+        compressed = self.token_map[input_ids.to(self.token_map.device)]
+        return compressed if mask is None else compressed.masked_fill(~mask.to(compressed.device).bool(), MASKED)
 
     def forward(self, compressed_ids: torch.Tensor, num_new: int) -> torch.Tensor:
         """

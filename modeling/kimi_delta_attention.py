@@ -250,11 +250,15 @@ DYNAMIC_LAYER_TYPE_MAPPING[KIMI_DELTA_ATTENTION] = KimiDeltaAttentionCache
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over `kernel_size` tokens, then SiLU; fp32 weight `[channels, 1, taps]`."""
+    """Weight `[channels, 1, taps]`, fp32, of a causal depthwise convolution. A call returns it, since hooks that bring
+    offloaded weights do so for calls."""
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class KimiDeltaAttention(nn.Module):
@@ -318,7 +322,7 @@ class KimiDeltaAttention(nn.Module):
             columns = nn.functional.pad(columns, (self.kernel_size - 1, 0))
         else:
             columns = layer.update_conv_state(columns, kernel_size=self.kernel_size)
-        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        weight = torch.cat([self.q_conv1d(), self.k_conv1d(), self.v_conv1d()])
         # A sum of shifted products: a depthwise `conv1d` is many times slower on a CPU.
         length = hidden_states.shape[1]
         mixed = sum(columns[..., tap : tap + length] * weight[:, :, tap] for tap in range(self.kernel_size))

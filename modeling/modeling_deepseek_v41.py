@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from .causal_lm import CausalLMForward
-from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer, TokenPlan
+from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer
 from .conversion_deepseek_v41 import register_deepseek_v41_conversion
 from .deepseek_v41_layers import (
     DeepseekV41HyperConnection,
@@ -27,6 +27,7 @@ from .deepseek_v41_layers import (
     init_deepseek_v41_weights,
 )
 from .engram import EngramHash, EngramLayer, compressed_token_map
+from .token_plan import TokenPlan
 
 # Arguments of `from_pretrained` that say where a repository's files are; the tokenizer lies beside the weights.
 LOCATION = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")

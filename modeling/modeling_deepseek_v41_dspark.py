@@ -22,7 +22,7 @@ from .deepseek_v41_dspark_layers import (
     DSparkOutput,
 )
 from .deepseek_v41_layers import check_grouped_widths, init_deepseek_v41_weights, rope_frequencies, rope_rotations
-from .modeling_draft import DraftPreTrainedModel, accept_seed_names
+from .modeling_draft import DraftPreTrainedModel, accept_seed_names, head_dtype
 
 
 class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
@@ -63,6 +63,14 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
     def layers(self) -> nn.ModuleList:
         """The stages."""
         return self.mtp
+
+    @property
+    def context_projection(self) -> nn.Linear:
+        return self.mtp[0].main_proj
+
+    @property
+    def output_norm(self) -> nn.Module:
+        return self.mtp[-1].norm
 
     @property
     def markov_head(self) -> DeepseekV41DSparkMarkovHead | None:
@@ -114,13 +122,15 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         return additive_mask(visible, dtype)
 
     def compute_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-        """As [`~DraftPreTrainedModel.compute_logits`], in fp32 whatever the dtype of states and head."""
+        """As [`~DraftPreTrainedModel.compute_logits`], in fp32 whatever the dtype of states and head; a head that is
+        more than a matrix (quantised, sharded, offloaded, with an adapter) computes as it does for its target."""
 
         def head_in_fp32(states: torch.Tensor) -> torch.Tensor:
-            if lm_head.weight.dtype == torch.float32:
-                return lm_head(states.float())
-            bias = None if lm_head.bias is None else lm_head.bias.float()
-            return nn.functional.linear(states.float(), lm_head.weight.float(), bias)
+            is_matrix = type(lm_head) is nn.Linear and type(lm_head.weight) is nn.Parameter
+            if is_matrix and lm_head.weight.dtype in (torch.bfloat16, torch.float16) and not lm_head.weight.is_meta:
+                bias = None if lm_head.bias is None else lm_head.bias.float()
+                return nn.functional.linear(states.float(), lm_head.weight.float(), bias)
+            return lm_head(states.to(head_dtype(lm_head))).float()
 
         with maybe_autocast(hidden_states.device.type, enabled=False):
             return super().compute_logits(hidden_states, head_in_fp32)
@@ -242,7 +252,7 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         if context_hidden_states.shape[-1] != width:
             raise ValueError(
                 f"`context_hidden_states` is {context_hidden_states.shape[-1]} wide; `target_layer_ids` "
-                f"{config.target_layer_ids} of hidden_size {config.hidden_size} make {width}."
+                f"{config.target_layer_ids} of the target's hidden size make {width}."
             )
         rows = context_hidden_states.shape[1] + noise_embeds.shape[1]
         if position_ids is not None and position_ids.shape[-1] != rows:

@@ -41,6 +41,14 @@ def accept_seed_names(forward: Callable) -> Callable:
     return with_aliases
 
 
+def head_dtype(lm_head: nn.Module | Callable) -> torch.dtype | None:
+    """The dtype of the states that a head takes: its weights', or `None` where they are packed and it takes any."""
+    if not isinstance(lm_head, nn.Module):
+        return None
+    dtypes = (parameter.dtype for parameter in lm_head.parameters() if parameter.is_floating_point())
+    return next((dtype for dtype in dtypes if dtype.itemsize > 1), None)
+
+
 class DraftPreTrainedModel(PreTrainedModel):
     """
     Base of the drafts. A draft owns neither an embedding table nor an LM head: it reads blocks that were embedded with
@@ -91,7 +99,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             `[..., V]` in the head's dtype: multiplied by `config.output_multiplier`, then with
             `config.final_logit_softcapping` c, if any, `c * tanh(logits / c)`.
         """
-        logits = lm_head(hidden_states)
+        logits = lm_head(hidden_states.to(head_dtype(lm_head)))
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if (cap := self.config.final_logit_softcapping) is not None:
@@ -99,7 +107,10 @@ class DraftPreTrainedModel(PreTrainedModel):
         return logits
 
     def get_input_embeddings(self) -> None:
-        """`None`: block tokens are embedded with `target.get_input_embeddings()`."""
+        """
+        `None`: block tokens are embedded with `target.get_input_embeddings()`. PEFT then has no embedding to save; its
+        Auto classes ask for the size of one where a tokenizer lies beside an adapter, so none is saved there.
+        """
         return None
 
     def enable_input_require_grads(self):
@@ -146,6 +157,29 @@ class DraftPreTrainedModel(PreTrainedModel):
             _remove_stale_weights(Path(save_directory), written)
         if push_to_hub:
             self.push_to_hub(repo_id, token=kwargs.get("token"), **push_arguments)
+
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """
+        Uploads weights, config, code and a fresh card to the Hub, in one commit.
+
+        Args:
+            repo_id (`str`):
+                `name` or `owner/name`; the repository is made if there is none.
+            kwargs:
+                `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `tags` and
+                `max_shard_size`, as in [`~transformers.PreTrainedModel.push_to_hub`].
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`].
+
+        Raises:
+            OSError: if the Hub refuses or stays out of reach; one line with the cause and what to do.
+        """
+        try:
+            from blockdraft.hub_cards.publishing import publish_model
+        except ModuleNotFoundError:  # the draft came with the code beside it: no card then
+            return super().push_to_hub(repo_id, **kwargs)
+        return publish_model(self, repo_id, **kwargs)
 
     def _saved_class(self) -> type:
         """The draft's class; FSDP2 gives every module a class of its own, derived from it."""

@@ -37,17 +37,27 @@ def mix_attention_residuals(
     """
     with maybe_autocast(prefix.device.type, enabled=False):
         entries = torch.cat([blocks, prefix.unsqueeze(-2)], dim=-2).float()
-        scores = entries @ (norm_weight.float() * score_weight.float().squeeze(0))
+        scores = entries @ (norm_weight.float() * score_weight.float().squeeze(0)).to(entries.device)
         scores = scores * torch.rsqrt(entries.square().mean(-1) + eps)
         return (scores.softmax(-1).unsqueeze(-2) @ entries).squeeze(-2).to(prefix.dtype)
 
 
 class MixerProjection(nn.Module):
-    """Holds the score vector `[1, H]` of a mixer."""
+    """Score vector `[1, H]` of a mixer. A call returns it: hooks that bring offloaded weights do so for calls."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class MixerNorm(KimiK3RMSNorm):
+    """Norm of a mixer, which uses its weight `[H]` only; a call returns it."""
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class KimiK3Router(nn.Module):
@@ -185,9 +195,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.mixes = config.attn_res_block_size is not None
         if self.mixes:
             self.takes_snapshot = layer_idx % config.attn_res_block_size == 0
-            self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attention_res_norm = MixerNorm(config.hidden_size, config.rms_norm_eps)
             self.self_attention_res_proj = MixerProjection(config.hidden_size)
-            self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp_res_norm = MixerNorm(config.hidden_size, config.rms_norm_eps)
             self.mlp_res_proj = MixerProjection(config.hidden_size)
 
     def forward(
@@ -229,8 +239,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             return self.self_attn(hidden_states, cache)
         return document_rows.scatter(self.self_attn(document_rows.gather(hidden_states), cache))
 
-    def _mix(self, prefix, blocks, norm: KimiK3RMSNorm, proj: MixerProjection) -> torch.Tensor:
-        return mix_attention_residuals(prefix, blocks, norm.weight, proj.weight, self.eps)
+    def _mix(self, prefix, blocks, norm: MixerNorm, proj: MixerProjection) -> torch.Tensor:
+        return mix_attention_residuals(prefix, blocks, norm(), proj(), self.eps)
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -291,7 +301,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         if config.attn_res_block_size is not None:
-            self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.output_attn_res_norm = MixerNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = MixerProjection(config.hidden_size)
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -355,7 +365,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             )
         if blocks is not None:
             norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
-            hidden_states = mix_attention_residuals(hidden_states, blocks, norm.weight, proj.weight, norm.eps)
+            hidden_states = mix_attention_residuals(hidden_states, blocks, norm(), proj(), norm.eps)
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _document_rows(

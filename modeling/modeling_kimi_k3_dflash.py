@@ -125,11 +125,19 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
 
     def __init__(self, config: KimiK3DFlashConfig):
         super().__init__(config)
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
         self.hidden_norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(KimiK3DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_init()
+
+    @property
+    def context_projection(self) -> nn.Linear:
+        return self.fc
+
+    @property
+    def output_norm(self) -> nn.Module:
+        return self.norm
 
     @accept_seed_names
     def forward(
@@ -172,7 +180,7 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         if context_hidden_states.shape[-1] != self.fc.in_features:
             raise ValueError(
                 f"`context_hidden_states` is {context_hidden_states.shape[-1]} wide; `target_layer_ids` "
-                f"{self.config.target_layer_ids} of hidden_size {self.config.hidden_size} make {self.fc.in_features}."
+                f"{self.config.target_layer_ids} of the target's hidden size make {self.fc.in_features}."
             )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)

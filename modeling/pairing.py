@@ -26,14 +26,24 @@ def check_pair(
             the draft cannot work with it, or would answer in other tokens.
 
     Warns:
-        UserWarning: if the target fits but has another revision or embedding than in training: the output stays the
-            target's, but fewer tokens may be accepted.
+        UserWarning: if the target fits but has another revision, other weights or other PEFT adapters than in
+            training: the output stays the target's, but fewer tokens may be accepted.
     """
     config, record = draft.config, draft.config.target or {}
+    if any(adapter.is_prompt_learning for adapter in getattr(target, "peft_config", {}).values()):
+        raise ValueError(
+            "The target's adapter puts virtual tokens in front of every prompt, for which no draft has positions. Use "
+            "an adapter that changes weights (LoRA and the like), or the target without it."
+        )
     found = target_record(target, tokenizer, revision)
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"{found['architecture']} has no LM head, which turns a draft's states into logits: load the target with "
+            "`AutoModelForCausalLM`."
+        )
     for setting, expected, actual in (
-        ("hidden_size", config.hidden_size, found["hidden_size"]),
+        ("hidden_size", config.target_hidden_size or config.hidden_size, found["hidden_size"]),
         ("num_target_layers", config.num_target_layers, found["num_hidden_layers"]),
         ("vocab_size", config.vocab_size, vocab_size),
         ("target.embedding_rows", record.get("embedding_rows"), found["embedding_rows"]),
@@ -50,8 +60,10 @@ def check_pair(
         )
     compared = ["revision"]
     if record.get("dtype") == found["dtype"]:  # a cast changes the rows
-        compared.append("embedding_sha256")
+        compared += ["embedding_sha256", "weights_sha256"]
     different = [name for name in compared if record.get(name) and found[name] and record[name] != found[name]]
+    if record.get("adapters", found["adapters"]) != found["adapters"]:
+        different.append("adapters")
     if different:
         warnings.warn(
             f"The target's {different} are not those of the one the draft was trained for "

@@ -1,16 +1,13 @@
 """Plain decoding, one token a forward: the baseline of a speed-up, and the parts block decoding shares with it."""
 
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
 from transformers import (
-    Cache,
     GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -22,42 +19,21 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
+
+from .decoding_call import (
+    BatchDecodeOutput,
+    BlockDecodeOutput,
+    Row,
+    arguments_of_generate,
+    call_generate,
+    check_call,
+    is_prepared,
+    join_rows,
+    split_rows,
+)
 
 # These look at nothing but the row of logits, so all rows of a block go through them at once.
 PREFIX_FREE_PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-IGNORED_SETTINGS = (
-    "assistant_ensemble_weight",
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "output_scores",
-    "prefill_chunk_size",
-)
-
-
-@dataclass
-class BlockDecodeOutput(ModelOutput):
-    """What the decoding loops return under `return_dict_in_generate`.
-
-    Args:
-        sequences: `[1, prompt + new tokens]` int64.
-        accepted_lengths: tokens committed by each verification round, the bonus included, the prefill's token and
-            anything after a stop or limit excluded: their mean is tau.
-        verified_lengths: tokens that each verification round ran through the target, the anchor included.
-        confidence_logits: of each round, one raw logit for every drafted token, whether verified or not: before
-            temperatures and sigmoid. `None` for a draft without a confidence head.
-        seconds: `target` (prefill and verification forwards), `draft` (draft forwards and the choice of their tokens)
-            and `total` (the whole loop). Device time on CUDA, wall-clock elsewhere.
-        cache: the target's cache; it covers all but the last token.
-    """
-
-    sequences: torch.LongTensor | None = None
-    accepted_lengths: list[int] | None = None
-    verified_lengths: list[int] | None = None
-    confidence_logits: list[list[float]] | None = None
-    seconds: dict[str, float] | None = None
-    cache: Cache | None = None
 
 
 def sample(probs: torch.Tensor) -> torch.LongTensor:
@@ -110,164 +86,195 @@ class TokenSequence:
     """The tokens so far and the caller's rules about them: processors, sampling, stops and streaming.
 
     `tokens` is one buffer: `tokens[:, :length]` is committed, candidates are written behind it, so that processors see
-    the right prefix of each row without a copy.
+    the right prefix of each row without a copy. It starts at the first real token; processors and stopping criteria,
+    which `generate` made for the whole batch, see the padding before it as well.
     """
 
     def __init__(
         self,
-        input_ids: torch.LongTensor,
+        row: Row,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
     ):
-        self.length, self.max_length = input_ids.shape[1], generation_config.max_length
-        self.tokens = input_ids.new_zeros(1, self.max_length)
-        self.tokens[:, : self.length] = input_ids
+        prompt = row.input_ids.shape[1]
+        limit = max(stopping_criteria.max_length or generation_config.max_length, prompt + 1)
+        self._row, self._padding = row, row.padding
+        self._padded = row.input_ids.new_zeros(1, limit)
+        self._padded[:, :prompt] = row.input_ids
+        self.tokens = self._padded[:, self._padding :]
+        self.length, self.max_length = prompt - self._padding, limit - self._padding
         self.do_sample = generation_config.do_sample
         self.finished = False
         self._processors = logits_processor
         self.prefix_free = all(isinstance(processor, PREFIX_FREE_PROCESSORS) for processor in logits_processor)
-        eos = generation_config.eos_token_id
-        self._stop_tokens = {eos} if isinstance(eos, int) else set(eos or ())
+        stops = (c.eos_token_id.tolist() for c in stopping_criteria if isinstance(c, EosTokenCriteria))
+        self._stop_tokens = {token for tokens in stops for token in tokens}
         self._criteria = StoppingCriteriaList(
             c for c in stopping_criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         )
         self._streamer = streamer
+        keep = generation_config.return_dict_in_generate
+        self._scores = [] if keep and generation_config.output_scores else None
+        self._logits = [] if keep and generation_config.output_logits else None
 
     @property
     def budget(self) -> int:
         """How many more tokens may be committed."""
         return self.max_length - self.length
 
-    def process(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits `[n, vocab]` from `position` on after the caller's processors: scores, or probabilities to sample."""
+    def score(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """Logits `[n, vocab]` from `position` on after the caller's processors, float32 beside the tokens."""
         scores = logits.to(self.tokens.device, torch.float32)
         if self.prefix_free:
-            scores = self._processors(self.tokens[:, :position], scores)
-        else:
-            rows = [self._processors(self.tokens[:, : position + k], scores[k : k + 1]) for k in range(len(scores))]
-            scores = torch.cat(rows)
+            return self._processors(self.tokens[:, :position], scores)
+        start = self._padding + position
+        rows = [self._process_row(self._padded[:, : start + k], row) for k, row in enumerate(scores)]
+        return torch.cat(rows)
+
+    def _process_row(self, prefix: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """`[1, prefix]` and `[vocab]` -> `[1, vocab]`. Some processors know the rows of their batch apart."""
+        number, batch_size = self._row.number, self._row.batch_size
+        return self._processors(prefix.repeat(batch_size, 1), scores.repeat(batch_size, 1))[number : number + 1]
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[n, vocab]` as they are, or probabilities to sample from."""
         return scores.softmax(dim=-1) if self.do_sample else scores
 
-    def choose(self, processed: torch.Tensor) -> torch.LongTensor:
-        """One token a row `[n]` of what `process` returned."""
-        return sample(processed) if self.do_sample else processed.argmax(dim=-1)
+    def choose(self, weights: torch.Tensor) -> torch.LongTensor:
+        """One token a row `[n]` of what `weigh` returned."""
+        return sample(weights) if self.do_sample else weights.argmax(dim=-1)
 
-    def commit(self, tokens: list[int]) -> int:
-        """Commits `tokens`, which the buffer already holds, up to the first stop. Returns how many were kept."""
+    def commit(self, tokens: list[int], logits: torch.Tensor, scores: torch.Tensor) -> int:
+        """Commits `tokens`, which the buffer already holds, up to the first stop. Returns how many were kept.
+
+        Args:
+            tokens: new tokens.
+            logits, scores: `[len(tokens) or more, vocab]`, what the target said at their positions.
+        """
         assert 0 < len(tokens) <= self.budget
         kept = 0
         while kept < len(tokens) and not self.finished:
+            self._record(logits[kept : kept + 1], scores[kept : kept + 1])
             kept += 1
-            prefix = self.tokens[:, : self.length + kept]
-            self.finished = (
-                tokens[kept - 1] in self._stop_tokens
-                or prefix.shape[1] == self.max_length
-                or (len(self._criteria) > 0 and bool(self._criteria(prefix, None).all()))
-            )
+            end = self.length + kept
+            self.finished = tokens[kept - 1] in self._stop_tokens or end == self.max_length or self._is_stopped(end)
         self.length += kept
         if self._streamer is not None:
             self._streamer.put(torch.tensor([tokens[:kept]]))
         return kept
 
+    def _record(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        if self._logits is not None:
+            self._logits.append(logits.to(self.tokens.device, torch.float32, copy=True))
+        if self._scores is not None:
+            self._scores.append(scores.clone())
+
+    def _is_stopped(self, end: int) -> bool:
+        if len(self._criteria) == 0:
+            return False
+        scores = None if self._scores is None else tuple(self._scores)
+        return bool(self._criteria(self._padded[:, : self._padding + end], scores).all())
+
     def commit_next(self, logits: torch.Tensor) -> int:
         """Chooses and commits one token from logits `[1, vocab]`."""
-        token = self.choose(self.process(logits, self.length))
+        scores = self.score(logits, self.length)
+        token = self.choose(self.weigh(scores))
         self.tokens[:, self.length] = token
-        return self.commit(token.tolist())
+        return self.commit(token.tolist(), logits, scores)
 
-    def finish(self) -> torch.LongTensor:
-        """Ends the stream. Returns `[1, length]`, an ordinary tensor outside inference mode."""
+    def finish(self) -> BlockDecodeOutput:
+        """Ends the stream. Returns the sequence `[1, padding + length]`, with the scores and logits asked for; made
+        outside inference mode, they are ordinary tensors."""
         if self._streamer is not None:
             self._streamer.end()
-        return self.tokens[:, : self.length].clone()
+        return BlockDecodeOutput(
+            self._padded[:, : self._padding + self.length].clone(),
+            scores=None if self._scores is None else tuple(scores.clone() for scores in self._scores),
+            logits=None if self._logits is None else tuple(logits.clone() for logits in self._logits),
+        )
+
+
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module reads its input; `default` where its weights are offloaded and its hooks fetch both."""
+    # A quantised head may keep all it has in buffers.
+    device = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), default)
+    return default if device.type == "meta" else device
 
 
 class CachedTarget:
     """The target with its cache: a prefill, then forwards on short blocks, without per-round input preparation."""
 
-    def __init__(self, model: PreTrainedModel, forward: Callable, max_length: int, stopwatch: Stopwatch, inputs: dict):
+    def __init__(self, model: PreTrainedModel, forward: Callable, max_length: int, stopwatch: Stopwatch, row: Row):
         self.model, self._forward, self._stopwatch = model, forward, stopwatch
-        self.cache = inputs["cache"]
-        # Mask and positions up to `max_length`, sliced each round. Without padding there is no mask, and a target that
+        self.device = device_of(model, row.input_ids.device)
+        self._prompt, self._inputs = row.input_ids[:, row.padding :], row.inputs
+        self.cache = row.inputs["cache"]
+        # Mask and positions up to `max_length`, sliced each round. Without holes there is no mask, and a target that
         # takes no positions gets none.
-        self.mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        self.mask, positions = row.inputs.get("attention_mask"), row.inputs.get("position_ids")
         if self.mask is not None:
             self.mask = nn.functional.pad(self.mask, (0, max_length - self.mask.shape[1]), value=1)
         self._takes_positions = positions is not None
-        self.positions = torch.arange(max_length, device=model.device)[None]
+        self.positions = torch.arange(max_length, device=self.device)[None]
         if self._takes_positions:
             steps = self.positions[:, 1 : max_length - positions.shape[-1] + 1].to(positions.device)
             self.positions = torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
-    def prefill(self, input_ids: torch.LongTensor, inputs: dict) -> torch.Tensor:
-        """Logits `[1, vocab]` after the prompt, whose `inputs` are those that `generate` prepared."""
-        inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
-        with self._stopwatch.lap("target", self.model.device):
+    def prefill(self) -> torch.Tensor:
+        """Logits `[1, vocab]` after the prompt."""
+        inputs = self.model.prepare_inputs_for_generation(self._prompt, is_first_iteration=True, **self._inputs)
+        with self._stopwatch.lap("target", self.device):
             return self._forward(**inputs, return_dict=True).logits[:, -1]
 
     def forward(self, block: torch.LongTensor, position: int) -> torch.Tensor:
         """Logits `[n, vocab]` of a block `[1, n]` that starts at `position`."""
         end = position + block.shape[1]
-        inputs = {"input_ids": block.to(self.model.device), "cache": self.cache, "use_cache": True}
+        inputs = {"input_ids": block.to(self.device), "cache": self.cache, "use_cache": True}
         if self.mask is not None:
-            inputs["attention_mask"] = self.mask[:, :end]
+            inputs["attention_mask"] = self.mask[:, :end].to(self.device)
         if self._takes_positions:
-            inputs["position_ids"] = self.positions[..., position:end]
-        with self._stopwatch.lap("target", self.model.device):
+            inputs["position_ids"] = self.positions[..., position:end].to(self.device)
+        if (types := self._inputs.get("token_type_ids")) is not None:
+            inputs["token_type_ids"] = types[:, -1:].expand_as(block).to(self.device)
+        with self._stopwatch.lap("target", self.device):
             return self._forward(**inputs, return_dict=True).logits[0]
-
-
-def check_call(name: str, model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, inputs: dict):
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"{name} decodes one sequence at a time, got a batch of {input_ids.shape[0]} (`num_beams` and "
-            "`num_return_sequences` count too). Call it once for each prompt."
-        )
-    if inputs.get("inputs_embeds") is not None:
-        raise ValueError(f"{name} reads tokens: pass `input_ids` instead of `inputs_embeds`.")
-    if inputs.get("cache") is None:
-        raise ValueError(f"{name} needs a cache: set `use_cache=True`.")
-    if inputs["cache"].get_seq_length() > 0:
-        raise ValueError(f"{name} starts from an empty `cache`; pass the whole prompt.")
-    ignored = [setting for setting in IGNORED_SETTINGS if getattr(config, setting)]
-    if ignored:
-        warnings.warn(f"{name} ignores the generation settings {ignored}.", stacklevel=3)
 
 
 def plain_decode(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.LongTensor | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     streamer: BaseStreamer | None = None,
     **model_kwargs,
-) -> BlockDecodeOutput | torch.LongTensor:
+) -> BlockDecodeOutput | BatchDecodeOutput | torch.LongTensor:
     """The same loop without a draft, one token a forward: the honest baseline of a speed-up, beside `generate` itself.
 
     Called like [`block_decode`]; its output counts no rounds.
     """
-    if stopping_criteria is None:
-        return model.generate(
-            input_ids,
-            logits_processor=logits_processor,
-            generation_config=generation_config,
-            streamer=streamer,
-            custom_generate=partial(plain_decode, streamer=streamer),
-            **model_kwargs,
+    prepared = (logits_processor, stopping_criteria, generation_config)
+    if not is_prepared(*prepared, model_kwargs):
+        model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        return call_generate(
+            plain_decode, model, input_ids, streamer, generation_config=generation_config, **model_kwargs
         )
-    check_call("plain_decode", model, input_ids, generation_config, model_kwargs)
-    stopwatch = Stopwatch()
-    sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    with torch.inference_mode():
-        target = CachedTarget(model, model, sequence.max_length, stopwatch, model_kwargs)
-        sequence.commit_next(target.prefill(input_ids, model_kwargs))
-        while not sequence.finished:
-            anchor = sequence.length - 1
-            sequence.commit_next(target.forward(sequence.tokens[:, anchor : sequence.length], anchor))
-    sequences = sequence.finish()
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return BlockDecodeOutput(sequences, [], [], None, stopwatch.seconds(), target.cache)
+    if streamer is None:
+        streamer = arguments_of_generate().get("streamer")
+    check_call("plain_decode", input_ids, *prepared, streamer, model_kwargs)
+    outputs = []
+    for row in split_rows(input_ids, model_kwargs):
+        stopwatch, sequence = Stopwatch(), TokenSequence(row, *prepared, streamer)
+        with torch.inference_mode():
+            target = CachedTarget(model, model, sequence.max_length, stopwatch, row)
+            sequence.commit_next(target.prefill())
+            while not sequence.finished:
+                anchor = sequence.length - 1
+                sequence.commit_next(target.forward(sequence.tokens[:, anchor : sequence.length], anchor))
+        output = sequence.finish()
+        output.accepted_lengths, output.verified_lengths = [], []
+        output.seconds, output.cache = stopwatch.seconds(), target.cache
+        outputs.append(output)
+    return join_rows(outputs, generation_config)

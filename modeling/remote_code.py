@@ -7,12 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .atomic_save import staged_directory
+from .generate import generate
+
+# Where `generate(custom_generate=directory)` looks for a function of this name, and for what that function needs.
+GENERATE_FOLDER = "custom_generate"
+GENERATE_REQUIREMENTS = "torch>=2.11\ntransformers>=5.24\n"
 
 
 def write_remote_code(directory: str | os.PathLike, model_class: type) -> dict[str, str]:
     """
     Writes the modules that define `model_class` and its `config_class`, and all they import relatively, flat into
-    `directory`.
+    `directory`. Beside them, in a folder `custom_generate`, the function that decodes with the model as a draft, again
+    with all that it imports: `target.generate(..., custom_generate=directory, draft=model)`.
 
     Transformers copies only modules that sit beside one another, so `from ..configuration.configuration_x import X`
     is written as `from .configuration_x import X`. Flat modules are left as they are: a model loaded from such a
@@ -32,9 +38,16 @@ def write_remote_code(directory: str | os.PathLike, model_class: type) -> dict[s
     files = {name: Path(inspect.getfile(cls)) for name, cls in classes.items()}
     sources = flatten_modules(files.values())
     with staged_directory(directory) as staging:
-        for name, source in sources.items():
-            (staging / name).write_text(source, encoding="utf-8")
+        _write(staging, sources)
+        _write(staging / GENERATE_FOLDER, flatten_modules([Path(inspect.getfile(generate))]))
+        (staging / GENERATE_FOLDER / "requirements.txt").write_text(GENERATE_REQUIREMENTS, encoding="utf-8")
     return {name: f"{files[name].stem}.{cls.__name__}" for name, cls in classes.items()}
+
+
+def _write(directory: Path, sources: dict[str, str]) -> None:
+    directory.mkdir(exist_ok=True)
+    for name, source in sources.items():
+        (directory / name).write_text(source, encoding="utf-8")
 
 
 def flatten_modules(roots: Iterable[Path]) -> dict[str, str]:

@@ -30,11 +30,15 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         ValueError: if there is no such list, or more than one at the same depth.
     """
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    found = [
-        (name.count("."), name, module)
-        for name, module in target.get_decoder().named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
+    # Some classes call their LM head `decoder`, which `get_decoder` then returns.
+    for decoder in (target.get_decoder(), target.base_model):
+        found = [
+            (name.count("."), name, module)
+            for name, module in decoder.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers
+        ]
+        if found:
+            break
     outermost = [(name, module) for depth, name, module in found if depth == min(found)[0]]
     if len(outermost) != 1:
         raise ValueError(
@@ -95,7 +99,9 @@ class FeatureCapture:
         # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
         def keep_output(module, args, output):
             if threading.get_ident() == self._thread:
-                keep(output[0] if isinstance(output, tuple) else output)
+                hidden_states = output if isinstance(output, torch.Tensor) else output[0]
+                # Gemma 3n carries several versions of every state, in front of the batch.
+                keep(hidden_states.mean(dim=0) if hidden_states.dim() == 4 else hidden_states)
 
         def keep_mean_of_streams(module, args):
             if threading.get_ident() == self._thread:
@@ -124,9 +130,9 @@ def capture_features(
     Args:
         target: the frozen causal LM.
         layer_ids: zero-based decoder layers, in the order of concatenation (repetitions allowed).
-        capture_point: `"layer_output"`: the first element of what the layer returns; `"attention_input_mean"`: the
-            mean over the hyper-connection streams of what enters the layer's `attn_hc`, after its Engram (DeepSeek
-            V4.1's own features).
+        capture_point: `"layer_output"`: the first element of what the layer returns (of Gemma 3n's versions of a
+            state, their mean); `"attention_input_mean"`: the mean over the hyper-connection streams of what enters the
+            layer's `attn_hc`, after its Engram where there is one (DeepSeek V4.1's own features).
         stop_after_last: end the target's forward at the capture point of the highest of `layer_ids`: nothing after
             it, no LM head. For use with [`FeatureCapture.run`].
 

@@ -3,10 +3,14 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import huggingface_hub.constants
+import huggingface_hub.utils._http
 import pytest
 import torch
+from hub_server import EXPIRED_TOKEN, READ_TOKEN, TOKEN, hub_server
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -75,6 +79,21 @@ def chat_tokenizer(chatml_backend) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub that the client in this process talks to, logged in as `user`; waits between tries take no time."""
+    with hub_server() as server:
+        server.users = {TOKEN: "user", EXPIRED_TOKEN: None, READ_TOKEN: "another"}
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda seconds: None))
+        monkeypatch.setattr("blockdraft.hub_cards.publishing.WAITS", (0.0, 0.0))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+        huggingface_hub.utils._http.close_session()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,10 +8,15 @@ from blockdraft.modeling.atomic_save import staged_directory
 def test_files_are_moved_and_others_stay(tmp_path):
     (tmp_path / "kept").write_text("old")
     (tmp_path / "replaced").write_text("old")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "other").write_text("old")
     with staged_directory(tmp_path) as staging:
         (staging / "replaced").write_text("new")
+        (staging / "folder").mkdir()
+        (staging / "folder" / "inside").write_text("new")
         assert (tmp_path / "replaced").read_text() == "old"
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"kept": "old", "replaced": "new"}
+    files = {file.name: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert files == {"kept": "old", "replaced": "new", "inside": "new", "other": "old"}
 
 
 def test_an_exception_moves_nothing(tmp_path):

@@ -187,6 +187,8 @@ def test_every_command_has_help(capsys):
             ["train", "--target", "x", "--train_data", "y", "--num_anchors", "0"],
             "`num_anchors` is 0: it must be positive.",
         ),
+        (["train", "--target", "x", "--train_data", "y", "--license", "MIT"], "`license` is 'MIT', which is not how"),
+        (["train", "--target", "x", "--train_data", "y", "--datasets", "a.jsonl"], "`datasets` has 'a.jsonl'"),
         (["generate", "{tmp}/t", "d", "hi"], "`target`: there is no directory {tmp}/t"),
         (["train", "--target", "{target}", "--train_data", "{tmp}/no.jsonl"], "data: there is no file {tmp}/no.jsonl"),
         (
@@ -194,6 +196,8 @@ def test_every_command_has_help(capsys):
             "leave out block_size.",
         ),
         (["evaluate", "t", "d", "--data", "x", "--template_kwargs", "{{"], "`template_kwargs` is not valid JSON"),
+        (["train", "--target", "t", "--train_data", "y", "--lora_r", "4"], "name it as `draft`."),
+        (["train", "--target", "t", "--train_data", "y", "--use_dora"], "`use_dora` belongs to an adapter"),
         (
             ["train", "--target", "t", "--train_data", "y", "--draft_type", "dspork"],
             "`draft_type` is 'dspork'; choose one of dflash, dspark.",
@@ -212,6 +216,15 @@ def test_every_command_has_help(capsys):
             "are two ways to cut: give one.",
         ),
         (["calibrate", "t", "no/draft", "--data", "x"], "`draft` is 'no/draft': give a directory"),
+        (
+            ["train", "--target", "t", "--train_data", "y", "--data_mix", "0.5", "0.5"],
+            "`data_mix` has 2 shares for 1 sources in `train_data`.",
+        ),
+        (["train", "--target", "t", "--train_data", "y", "--streaming"], "`streaming` holds no rows out: give `eval"),
+        (
+            ["train", "--target", "{target}", "--train_data", "y", "--streaming", "--eval_data", "y"],
+            "`streaming` data has no length: set `max_steps`.",
+        ),
         (["export", "d"], "Give the folder to write, `output`, or the target's, `into`."),
         (["export", "d", "o", "--format", "gguf"], "`format` is 'gguf'; the one there is is deepseek."),
         (["export", "d", "o", "--for", "llama.cpp"], "`for` is 'llama.cpp'; choose vllm or sglang."),
@@ -231,8 +244,9 @@ def test_train_saves_a_draft_that_loads_and_is_described(draft_dir):
     assert {"config.json", "model.safetensors", "README.md", "checkpoint-1", "checkpoint-2", "tokenizer.json"} <= names
     config = json.loads((draft_dir / "config.json").read_text())
     assert (config["block_size"], config["num_hidden_layers"], config["target_layer_ids"]) == (4, 1, [1, 3])
-    assert config["training"]["global_step"] == 2
-    assert "held-out prompts" in (draft_dir / "README.md").read_text()
+    assert config["training"]["global_step"] == 2 and config["training"]["answers"] == "those of the data"
+    assert "| held-out prompts |" in (draft_dir / "README.md").read_text()
+    assert {"metrics.json", "acceptance.png"} <= names
 
 
 def test_the_same_command_goes_on(draft_dir, config_file, capsys):
@@ -312,6 +326,25 @@ def test_a_dspark_draft_for_a_target_of_another_family(options, rank, head, targ
     assert main(["generate", str(target_dir), str(tmp_path / "draft"), "hello", "--max_new_tokens", "4"]) == 0
 
 
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="module", indirect=True)
+def test_a_streamed_mixed_and_packed_run_goes_on(draft_type, target_dir, data_file, tmp_path, capsys):
+    more = tmp_path / "more.jsonl"
+    more.write_text(data_file.read_text().replace("hello", "there"))
+    settings = TINY_TRAINING | {"target": str(target_dir), "train_data": [str(data_file), str(more)], "max_length": 64}
+    settings |= {"data_mix": [1, 3], "packing": True, "output_dir": str(tmp_path / "draft")}
+    settings |= {"target_layer_ids": [1, 3], "num_draft_layers": 1, "block_size": 4, "eval_decode_prompts": 0}
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(settings | {"streaming": True, "eval_data": str(data_file), "max_steps": 2}))
+    assert main(["train", str(path)]) == 0
+    assert "eval_data: 8 of 8 rows kept" in capsys.readouterr().out
+    assert main(["train", str(path), "--max_steps", "3"]) == 0
+    assert "1 of 3 steps to go." in capsys.readouterr().out
+    path.write_text(yaml.safe_dump(settings | {"eval_fraction": 0.25, "max_steps": 1}))
+    assert main(["train", str(path), "--output_dir", str(tmp_path / "set")]) == 0
+    out = capsys.readouterr().out
+    assert "train_data 1: 8 of 8 rows kept" in out and "4 rows of train_data are held out" in out
+
+
 def test_evaluate_and_generate(draft_dir, target_dir, data_file, tmp_path, capsys):
     pair = [str(target_dir), str(draft_dir)]
     output = tmp_path / "figures.json"
@@ -342,3 +375,21 @@ def test_commands_of_the_readme_are_ones_that_there_are():
         _, name, *argv = shlex.split(line.replace("examples/", f"{README.parent}/examples/"), comments=True)
         extra = ["--use_cpu", "true"] if name == "train" else []  # bf16 is refused without a GPU or this
         assert SettingsParser(COMMANDS[name].settings, COMMANDS[name].positionals).parse([*argv, *extra])
+
+
+def test_an_adapter_is_trained_and_evaluated(draft_dir, target_dir, data_file, tmp_path, capsys):
+    output_dir = tmp_path / "adapter"
+    settings = TINY_TRAINING | {"target": target_dir, "train_data": data_file, "eval_fraction": 0.25}
+    settings |= {"draft": draft_dir, "output_dir": output_dir, "lora_r": 2, "use_dora": True}
+    command = ["train", *(f"--{name}={value}" for name, value in settings.items())]
+    assert main(command) == 0
+    assert main(command) == 0
+    assert "has all of 2 steps" in capsys.readouterr().out
+    config = json.loads((output_dir / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (2, 2, True)
+    assert config["base_model_name_or_path"] == str(draft_dir)
+    assert not {"config.json", "model.safetensors", "tokenizer.json"} & {file.name for file in output_dir.iterdir()}
+    evaluation = ["evaluate", str(target_dir), str(output_dir), "--data", str(data_file), "--num_prompts", "1"]
+    assert main([*evaluation, "--max_new_tokens", "4"]) == 0
+    assert main([*command, "--lora_r=3"]) == 2
+    assert "`r` is 3" in capsys.readouterr().err

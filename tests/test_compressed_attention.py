@@ -7,12 +7,12 @@ from deepseek_v41_models import join_selections, randomize_constants, relative_e
 from blockdraft.modeling.compressed_attention import (
     DeepseekV41Attention,
     DeepseekV41CacheLayer,
-    TokenPlan,
     candidate_blocks,
     index_scores,
     select_best,
 )
 from blockdraft.modeling.deepseek_v41_layers import init_deepseek_v41_weights
+from blockdraft.modeling.token_plan import TokenPlan
 
 TOLERANCE = 1e-5
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blockdraft.configuration.configuration_draft import (
     build_target_layer_ids,
+    default_target_layer_ids,
     propose_mask_token_ids,
     target_record,
     tokenizer_fingerprint,
@@ -130,6 +131,18 @@ def test_default_layer_ids(golden):
         assert build_target_layer_ids(*map(int, key.split(","))) == expected, key
 
 
+def test_default_layer_ids_differ_and_can_be_tapped_on_any_target():
+    for depth in range(2, 40):
+        for count in range(1, 9):
+            for capture_point, last in (("layer_output", depth - 2), ("attention_input_mean", depth - 1)):
+                ids = default_target_layer_ids(depth, count, capture_point)
+                assert len(ids) == min(count, last + 1) and ids == sorted(set(ids))
+                assert ids[0] >= 0 and ids[-1] <= last
+    assert default_target_layer_ids(36, 5) == build_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    with pytest.raises(ValueError, match="deeper target"):
+        default_target_layer_ids(1, 2)
+
+
 def test_mask_token_proposals_best_first():
     words = ["<unk>", "<s>", "</s>", "hello", "<|reserved_2|>", "<|reserved_1|>", "<mask>", "world"]
     special = {"bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
@@ -142,6 +155,27 @@ def test_mask_token_proposals_best_first():
 def test_no_mask_token_to_propose():
     with pytest.raises(ValueError, match="no mask, reserved or unused token"):
         propose_mask_token_ids(tokenizer(["<unk>", "<s>", "a"], bos_token="<s>"), vocab_size=3)
+
+
+def test_bytes_that_no_text_contains_are_free(chat_tokenizer):
+    """The byte-level vocabulary has no other free token; its letters `À`, `ÿ` stand for bytes, not for text."""
+    names = chat_tokenizer.convert_ids_to_tokens(propose_mask_token_ids(chat_tokenizer, len(chat_tokenizer)))
+    assert names == [chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))]
+    assert not set("Àÿ¿ any text 😀") & {chat_tokenizer.decode([chat_tokenizer.convert_tokens_to_ids("À")])}
+    with pytest.raises(ValueError, match="no mask, reserved or unused token"):
+        propose_mask_token_ids(tokenizer(["<unk>", "À", "ÿ"]), vocab_size=3)  # letters
+
+
+def test_the_data_decide_where_nothing_is_free():
+    words = ["<unk>", "<s>", "<|im_start|>", "<file>", "a", "b", "c", "d"]
+    loaded = tokenizer(words, bos_token="<s>", extra_special_tokens=["<|im_start|>", "<file>"])
+    loaded.chat_template = "{{ '<|im_start|>' }}"
+    rows = [{"input_ids": [1, 4, 6]}, {"input_ids": [4]}]
+    assert propose_mask_token_ids(loaded, 8, rows) == [3, 7, 5]
+    with pytest.raises(ValueError, match="data as `rows`"):
+        propose_mask_token_ids(loaded, 8)
+    with pytest.raises(ValueError, match="that your data do not contain"):
+        propose_mask_token_ids(loaded, 8, [{"input_ids": [3, 4, 5, 6, 7]}])
 
 
 def test_target_record_identifies_the_target():

@@ -113,7 +113,7 @@ def test_any_target_has_documented_defaults(target):
     config = KimiK3DFlashConfig.from_target_config(target, mask_token_id=499, num_draft_layers=3, block_size=8)
     assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (64, 500, 12)
     assert config.target_layer_ids == [1, 5, 9] and config.num_hidden_layers == 3 and config.block_size == 8
-    assert (config.q_lora_rank, config.kv_lora_rank) == (16, 8)
+    assert (config.q_lora_rank, config.kv_lora_rank) == (32, 32)
     assert config.num_attention_heads == text.num_attention_heads and config.intermediate_size > 0
     assert (config.bos_token_id, config.eos_token_id) == (text.bos_token_id, text.eos_token_id)
 
@@ -127,12 +127,13 @@ def test_overrides_win_on_every_target():
         assert config.to_dict()["dflash_config"]["output_multiplier"] == 0.5
 
 
-def test_default_layers_that_repeat_must_be_given():
+def test_shallow_targets_get_layers_that_differ():
     shallow = Qwen3Config(vocab_size=97, hidden_size=48, num_hidden_layers=7, num_attention_heads=3, eos_token_id=2)
-    with pytest.raises(ValueError, match="pass explicit ids"):
-        KimiK3DFlashConfig.from_target_config(shallow, 91, num_draft_layers=5)
+    assert KimiK3DFlashConfig.from_target_config(shallow, 91, num_draft_layers=5).target_layer_ids == [0, 1, 2, 4, 5]
     config = KimiK3DFlashConfig.from_target_config(shallow, 91, num_draft_layers=5, target_layer_ids=[1, 2, 4])
     assert config.target_layer_ids == [1, 2, 4]
+    with pytest.raises(ValueError, match="deeper target"):
+        KimiK3DFlashConfig.from_target_config(Qwen3Config(num_hidden_layers=1), 91)
 
 
 def test_files_round_trip_and_state_both_views(built, tmp_path):

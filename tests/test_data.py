@@ -1,12 +1,28 @@
 """From chat rows to a training set and its batches."""
 
 import json
+import os
+import subprocess
+import sys
 
+import datasets
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset, IterableDataset, concatenate_datasets
+from test_draft_trainer import make_trainer, weights
+from test_loss_mask import THINKING
+from torch.utils.data import DataLoader
 
-from blockdraft.trainer.data import DraftCollator, prepare_dataset, provenance_path, stable_row_id
+from blockdraft.trainer.data import (
+    DraftCollator,
+    mix,
+    prepare_dataset,
+    prepare_stream,
+    provenance_path,
+    stable_row_id,
+)
+from blockdraft.trainer.packing import pack_rows
 
 
 def chat(*answers, **fields):
@@ -30,7 +46,7 @@ def test_rows_become_ids_masks_and_row_ids(tmp_path, chat_tokenizer):
     kept = [i for i, m in zip(dataset[0]["input_ids"], dataset[0]["loss_mask"], strict=True) if m]
     assert chat_tokenizer.decode(kept) == "fine<|im_end|>"
     assert dataset[3] == {"input_ids": [4, 5, 6, 2], "loss_mask": [0, 0, 1, 1], "row_id": 3}
-    assert (report.rows, report.kept, report.truncated, report.dropped, report.bad) == (4, 4, 0, {}, [])
+    assert (report.rows, report.kept, report.truncated, report.dropped, report.bad) == (4, 4, 0, {}, 0)
     assert report.supervised_tokens == sum(sum(mask) for mask in dataset["loss_mask"])
     assert report.open_turns == 0 and report.provenance == {}
 
@@ -75,7 +91,7 @@ def test_bad_rows_are_named_and_limited(tmp_path, chat_tokenizer):
     ):
         assert place in str(error.value)
     dataset, report = prepare_dataset(path, chat_tokenizer, max_length=64, max_bad_fraction=0.75)
-    assert len(dataset) == report.kept == 1 and len(report.bad) == 3
+    assert len(dataset) == report.kept == 1 and report.bad == 3
     with pytest.raises(ValueError, match="no row is left to train on"):
         prepare_dataset(write(tmp_path / "b.jsonl", rows[1:]), chat_tokenizer, max_length=64, max_bad_fraction=1.0)
 
@@ -102,16 +118,92 @@ def test_settings_are_checked(chat_tokenizer):
         prepare_dataset(rows, chat_tokenizer, max_length=0)
 
 
+def test_templates_that_rewrite_turns_give_one_row_a_turn(tmp_path, chat_tokenizer, caplog):
+    chat_tokenizer.chat_template = THINKING
+    path = write(tmp_path / "a.jsonl", [chat("<think>a</think>so"), chat("<think>a</think>so", "fine", id="x")])
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        dataset, report = prepare_dataset(path, chat_tokenizer, max_length=64)
+    assert dataset["row_id"][:] == [0, stable_row_id("x/turn 0"), stable_row_id("x/turn 1")]
+    assert (report.rows, report.kept, report.split, report.bad) == (2, 3, 1, 0)
+    assert "3 rows kept of 2" in caplog.text and "1 split into one row a turn, as the chat template" in caplog.text
+    last, report = prepare_dataset(path, chat_tokenizer, max_length=64, assistant_turns="last")
+    assert (len(last), report.split) == (2, 0) and last[1]["input_ids"] == dataset[2]["input_ids"]
+    read_only, _ = prepare_dataset(path, chat_tokenizer, max_length=64, train_on_thinking=False)
+    kept = [i for i, m in zip(read_only[1]["input_ids"], read_only[1]["loss_mask"], strict=True) if m]
+    assert chat_tokenizer.decode(kept) == "so<|im_end|>"
+
+
+def test_repeated_ids_are_told(tmp_path, chat_tokenizer, caplog):
+    path = write(tmp_path / "a.jsonl", [chat("fine", id=1), chat("so", id=1), chat("so")])
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        prepare_dataset(path, chat_tokenizer, max_length=64)
+    assert "1 rows have an `id` that another row has too" in caplog.text
+
+
 def test_encoding_is_cached_until_a_setting_changes(tmp_path, chat_tokenizer):
-    path = write(tmp_path / "a.jsonl", [chat("fine"), chat("so")])
+    """A hit also after the tokenizer was used otherwise, and with the counts of the first time."""
+    path = write(tmp_path / "a.jsonl", [chat("fine"), chat("so"), {"prompt": [], "completion": []}])
 
-    def cache_file(**settings):
-        return prepare_dataset(path, chat_tokenizer, **{"max_length": 64, **settings})[0].cache_files
+    def prepare(**settings):
+        settings = {"max_length": 64, "max_bad_fraction": 0.5} | settings
+        dataset, report = prepare_dataset(path, chat_tokenizer, **settings)
+        return dataset.cache_files, report
 
-    first = cache_file()
-    assert first == cache_file() != cache_file(max_length=32)
+    first, report = prepare()
+    chat_tokenizer(["one", "another one"], padding=True, truncation=True, max_length=3)
+    assert prepare() == (first, report) and report.bad == 1 and len(report.problems) == 1
+    changes = {
+        "max_length": 32,
+        "assistant_turns": "last",
+        "stop_token_ids": [5],
+        "template_kwargs": {"a": 1},
+        "train_on_thinking": False,
+        "thinking_tags": ["[", "]"],
+        "id_prefix": "x",
+    }
+    files = [first] + [prepare(**{name: value})[0] for name, value in changes.items()]
     chat_tokenizer.chat_template += "{{ '' }}"
-    assert first != cache_file()
+    files.append(prepare()[0])
+    chat_tokenizer.add_tokens(["<new>"])
+    files.append(prepare()[0])
+    assert len({encoded["filename"] for encoded, *_ in files}) == len(changes) + 3
+
+
+SECOND_PROCESS = """
+import sys, datasets
+from transformers import AutoTokenizer
+from blockdraft.trainer.data import prepare_dataset
+folder = sys.argv[1]
+tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
+dataset, report = prepare_dataset(folder + "/a.jsonl", tokenizer, max_length=64, num_proc=int(sys.argv[2]))
+print(dataset.cache_files[0]["filename"], report.rows, report.truncated, dataset["row_id"][:])
+"""
+
+
+def test_another_process_takes_rows_from_the_cache(tmp_path, chat_tokenizer):
+    """Rows encoded there by two processes are those that are found here."""
+    write(tmp_path / "a.jsonl", [chat("fine"), chat("so " * 40), chat("it is")])
+    chat_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    environment = os.environ | {"HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE)}
+    command = [sys.executable, "-c", SECOND_PROCESS, str(tmp_path), "1"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    written = {path: path.stat().st_mtime_ns for path in datasets.config.HF_DATASETS_CACHE.rglob("cache-*.arrow")}
+    tokenizer = type(chat_tokenizer).from_pretrained(tmp_path / "tokenizer")
+    dataset, report = prepare_dataset(tmp_path / "a.jsonl", tokenizer, max_length=64)
+    found = f"{dataset.cache_files[0]['filename']} {report.rows} {report.truncated} {dataset['row_id'][:]}"
+    assert result.stdout.strip() == found and report.truncated == 1
+    cached = datasets.config.HF_DATASETS_CACHE.rglob("cache-*.arrow")
+    assert {path: path.stat().st_mtime_ns for path in cached} == written
+
+
+def test_several_processes_encode_alike(tmp_path, chat_tokenizer):
+    rows = [chat(f"fine {i}") for i in range(5)]
+    alone, report = prepare_dataset(write(tmp_path / "a.jsonl", rows), chat_tokenizer, max_length=64)
+    shared, report_of_two = prepare_dataset(
+        write(tmp_path / "b.jsonl", rows), chat_tokenizer, max_length=64, num_proc=2
+    )
+    assert alone[:] == shared[:] and report == report_of_two
 
 
 def provenance(path, **changes):
@@ -158,3 +250,103 @@ def test_prepared_sets_can_be_joined(chat_tokenizer):
     first, _ = prepare_dataset(rows, chat_tokenizer, max_length=64)
     second, _ = prepare_dataset(rows, chat_tokenizer, max_length=64, assistant_turns="last")
     assert concatenate_datasets([first, second])["row_id"][:] == [0, 1, 0, 1]
+
+
+# ---- streams ------------------------------------------------------------------------------------------------------
+
+
+def shards(tmp_path, count=3, rows=5):
+    return [
+        write(tmp_path / f"shard{i}.jsonl", [chat(f"answer {i} {row}") for row in range(rows)]) for i in range(count)
+    ]
+
+
+def test_streams_give_the_rows_of_sets(tmp_path, chat_tokenizer):
+    paths = shards(tmp_path)
+    (tmp_path / "list.json").write_text(json.dumps([chat("of a list", id="x")]))
+    paths.append(tmp_path / "list.json")
+    stream = prepare_stream(paths, chat_tokenizer, max_length=64)
+    assert isinstance(stream, IterableDataset)
+    rows, (dataset, _) = list(stream), prepare_dataset(paths, chat_tokenizer, max_length=64)
+    assert list(rows[0]) == dataset.column_names
+    for name in ("input_ids", "loss_mask"):
+        assert [row[name] for row in rows] == dataset[name][:]
+    ids = [row["row_id"] for row in rows]
+    assert len(set(ids)) == 16 and ids[-1] == stable_row_id("x")
+    # Named by their content: in any order, in any file, and apart from those of another source.
+    renamed = write(tmp_path / "all.jsonl", [chat(f"answer {i} {row}") for i in (2, 0, 1) for row in range(5)])
+    again = [row["row_id"] for row in prepare_stream(renamed, chat_tokenizer, max_length=64)]
+    assert set(again) == set(ids[:-1]) and again != ids[:-1]
+    other = [row["row_id"] for row in prepare_stream(paths, chat_tokenizer, max_length=64, id_prefix="1")]
+    assert not set(other) & set(ids)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_ranks_and_workers_share_a_stream_out(tmp_path, chat_tokenizer, count):
+    """As a trainer's accelerator prepares it: by files where there are enough, else batch by batch."""
+    stream = prepare_stream(shards(tmp_path, count, rows=4), chat_tokenizer, max_length=64)
+    expected, seen = sorted(row["row_id"] for row in stream), []
+    for rank in range(2):
+        loader = DataLoader(stream, batch_size=2, num_workers=count // 2, collate_fn=DraftCollator(0))
+        loader = prepare_data_loader(loader, num_processes=2, process_index=rank, dispatch_batches=False)
+        seen.append([row_id for batch in loader for row_id in batch["row_id"].tolist()])
+    assert sorted(seen[0] + seen[1]) == expected and len(seen[0]) == len(seen[1])
+
+
+def test_bad_rows_of_a_stream_are_left_out_up_to_a_limit(tmp_path, chat_tokenizer, caplog):
+    rows = [chat("fine")] * 1090 + [{"messages": []}] * 9 + [{"messages": chat("x")["messages"][:1]}]
+    path = write(tmp_path / "a.jsonl", rows)
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        assert len(list(prepare_stream(path, chat_tokenizer, max_length=64, max_bad_fraction=0.01))) == 1090
+    assert "a.jsonl, read by this process: 1024 of 1024 rows kept" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"9 of 1100 rows are bad.*\n.*a\.jsonl: row 1090 of this process: messages: "
+    ):
+        list(prepare_stream(path, chat_tokenizer, max_length=64))
+    with pytest.raises(ValueError, match="no row is left to train on"):
+        prepare_stream(write(tmp_path / "b.jsonl", rows[-1:]), chat_tokenizer, max_length=64)
+    with pytest.raises(ValueError, match="use `prepare_stream`"):
+        prepare_dataset(prepare_stream(path, chat_tokenizer, max_length=64, max_bad_fraction=0.1), chat_tokenizer, 64)
+
+
+@pytest.mark.parametrize("prepare", ["dataset", "stream"])
+def test_sources_are_mixed_by_their_shares(tmp_path, chat_tokenizer, prepare):
+    paths = [write(tmp_path / f"{i}.jsonl", [chat(f"{i} {row}") for row in range(n)]) for i, n in enumerate((5, 60))]
+
+    def parts():
+        if prepare == "stream":
+            return [prepare_stream(path, chat_tokenizer, 64, id_prefix=str(i)) for i, path in enumerate(paths)]
+        return [prepare_dataset(path, chat_tokenizer, 64, id_prefix=str(i))[0] for i, path in enumerate(paths)]
+
+    first, second = ({row["row_id"] for row in part} for part in parts())
+    assert len(first | second) == 65
+    mixed = [row["row_id"] for row in mix(parts(), [1, 3], seed=0)]
+    assert set(mixed) == first | second  # every row is there, those of the short part several times
+    assert 0.15 < sum(row in first for row in mixed) / len(mixed) < 0.35
+    assert mixed == [row["row_id"] for row in mix(parts(), [0.25, 0.75], seed=0)]
+    assert mixed != [row["row_id"] for row in mix(parts(), [1, 3], seed=1)]
+    for wrong in ([1], [1, 0], [1, -1, 2]):
+        with pytest.raises(ValueError, match="must have one positive share for each of the 2 sources"):
+            mix(parts(), wrong, seed=0)
+
+
+def test_a_trainer_takes_and_resumes_a_stream(tmp_path, chat_tokenizer):
+    """Two passes over a shuffled, packed stream, cut in the middle: the weights of an uninterrupted run."""
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+
+    def trainer(name, **arguments):
+        paths = shards(tmp_path, count=2, rows=6)
+        stream = prepare_stream(paths, chat_tokenizer, max_length=64).shuffle(seed=1, buffer_size=4)
+        stream = pack_rows(stream, 64).map(lambda row: {"input_ids": [token % 60 for token in row["input_ids"]]})
+        settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3} | arguments
+        return make_trainer(tmp_path / name, stream, **settings)
+
+    whole = trainer("whole")
+    whole.train()
+    assert whole.state.epoch == 1 and whole.state.global_step == 6
+    resumed = trainer("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    for name, tensor in weights(resumed).items():
+        assert torch.equal(tensor, weights(whole)[name]), name
+    with pytest.raises(ValueError, match="max_steps has to be specified"):
+        trainer("endless", max_steps=-1)

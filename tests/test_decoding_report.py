@@ -6,6 +6,7 @@ import math
 import pytest
 from decoding_reports import LOOP, TEXT, make_answer, make_report
 
+from blockdraft.hub_cards.decoding_results import read_results
 from blockdraft.trainer.decoding_report import decoding_table
 
 
@@ -78,3 +79,30 @@ def test_table_of_schedules():
     assert sum("confidence schedule" in line for line in cells) == 1
     one = decoding_table(reports[1:])
     assert "| block size" in one and "| confidence schedule" in one and "threshold 0.3" in one
+
+
+def test_headline_has_what_was_measured_and_how():
+    report = make_report([make_answer(TEXT, [1, 4, 4]), make_answer(LOOP, [3, 4])])
+    assert report.headline() == {
+        "tau": 3.2,
+        "tau_without_loops": 3.0,
+        "looping_share": 0.5,
+        "speedup": 1.5,
+        "acceptance_by_slot": [0.8, 0.8, 0.6],
+        "protocol": {
+            "decoding": "greedy",
+            "block_size": 4,
+            "prompts": 2,
+            "max_new_tokens": 16,
+            "batch_size": 1,
+            "dtype": "float32",
+            "hardware": "CPU (2 threads)",
+        },
+    }
+    cut = make_report([make_answer(TEXT, [2])], confidence_schedule="threshold 0.3")
+    assert cut.headline()["protocol"]["confidence_schedule"] == "threshold 0.3"
+    bare = make_answer([7], [])
+    bare.plain, bare.plain_step_seconds = {}, None
+    assert set(make_report([bare]).headline()) == {"looping_share", "protocol"}
+    [result] = read_results({"chat": report.headline()})
+    assert result.acceptance == (0.8, 0.8, 0.6) and json.loads(json.dumps(report.headline(), allow_nan=False))

@@ -10,8 +10,11 @@ import pytest
 import torch
 from datasets import Dataset
 from decoding_models import build_draft, build_target
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 
+from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from blockdraft.hub_cards.card import make_card
 from blockdraft.modeling.target_features import decoder_layers
 from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
 from blockdraft.trainer.training_args import DraftTrainingArguments, default_loss_decay_gamma
@@ -285,13 +288,6 @@ def test_packed_documents_equal_their_own_rows(tmp_path):
     assert_packed_documents_equal_their_own_rows(make_trainer(tmp_path))
 
 
-def test_packed_rows_need_a_target_that_keeps_documents_apart(tmp_path):
-    trainer = make_trainer(tmp_path, target_name="gpt2")
-    batch = trainer.data_collator([make_rows()[0] | {"document_ids": [1] * len(make_rows()[0]["input_ids"])}])
-    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot keep documents apart"):
-        trainer.target_features(batch)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -361,3 +357,28 @@ def test_warns_where_masked_slots_cannot_differ(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="blockdraft"):
         make_trainer(tmp_path, draft=build_draft(target, block_size=BLOCK, is_causal=False, sliding_window=None))
     assert "is_causal" in caplog.text
+
+
+def test_a_card_has_the_numbers_of_its_own_weights(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    settings |= {"eval_decode_prompts": 1, "eval_max_new_tokens": 4, "license": "mit", "datasets": ["org/chats"]}
+    trainer = make_trainer(tmp_path, **settings)
+    trainer.train()
+    trainer.save_model()
+    cards = {step: ModelCard.load(tmp_path / f"checkpoint-{step}/README.md") for step in (1, 2, 3)}
+    assert [step for step, card in cards.items() if card.data.eval_results] == [2, 3]  # training ends with evaluation
+    [result] = cards[2].data.eval_results
+    evaluated = next(entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry)
+    assert result.metric_value == pytest.approx(evaluated, abs=1e-4) and "greedy, block 4" in result.dataset_config
+    assert (tmp_path / "checkpoint-2/metrics.json").exists() and not (tmp_path / "checkpoint-1/metrics.json").exists()
+    final = (tmp_path / "README.md").read_text()
+    assert final == (tmp_path / "checkpoint-3/README.md").read_text()
+    assert (ModelCard(final).data.license, ModelCard(final).data.datasets) == ("mit", ["org/chats"])
+    measured = json.loads((tmp_path / "metrics.json").read_text())
+    assert final == make_card(KimiK3DFlashConfig.from_pretrained(tmp_path), measured)
+    trainer.card_metrics = {"code": measured["held-out prompts"]}
+    trainer.save_model()
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results[0].dataset_name == "code"
+    trainer.state.global_step, trainer.card_metrics = 4, None  # other weights
+    trainer.save_model()
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results is None

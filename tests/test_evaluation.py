@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from blockdraft.modeling.confidence_schedule import ConfidenceThreshold, CostTable
 from blockdraft.trainer.decoding_report import decoding_table
 from blockdraft.trainer.evaluation import (
+    _decoding,
     _difference,
     compare_schedules,
     evaluate_decoding,
@@ -234,3 +235,11 @@ class TestHeldOutPrompts:
         assert "2 of 3 evaluation rows" in caplog.text
         with pytest.raises(ValueError, match="None of 2 evaluation rows"):
             held_out_prompts(no_prompt, 2)
+
+
+def test_the_protocol_says_how_tokens_were_chosen():
+    target = GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
+    assert _decoding(GenerationConfig(do_sample=False), target) == "greedy"
+    assert _decoding(GenerationConfig(), target) == "sampling temperature 0.6 top_k 20"
+    given = GenerationConfig(do_sample=True, temperature=1.0, top_p=0.9)
+    assert _decoding(given, GenerationConfig()) == "sampling temperature 1 top_p 0.9"

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizer
 
-from blockdraft.trainer.loss_mask import encode_row
+from blockdraft.trainer.loss_mask import RewrittenTurns, encode_row, encode_turns
 from conftest import CHATML
 
 TAGGED = (
@@ -119,21 +119,110 @@ def test_tokenizer_without_offsets(char_tokenizer):
         assert supervised(char_tokenizer, ids, mask) == ["it is fine :)<|im_end|>", " fine\n<|im_end|>"]
 
 
-def test_template_that_rewrites_earlier_turns(chat_tokenizer):
-    chat_tokenizer.chat_template = THINKING
-    messages = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "<think>hm</think>hi"},
-        {"role": "user", "content": "and?"},
-        {"role": "assistant", "content": "<think>so</think>fine"},
-    ]
+THOUGHTS = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "<think>hm</think>hi"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "<think>so</think>\n\nfine"},
+]
+REWRITING = {
+    "prefixes": THINKING,
+    # Tags say what the answer is, not whether the target gave it in this form.
+    "tags": TAGGED.replace(
+        "{% generation %}{{ m['content'] }}",
+        "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("template", REWRITING)
+def test_template_that_rewrites_earlier_turns(chat_tokenizer, template):
+    chat_tokenizer.chat_template = REWRITING[template]
     with pytest.raises(
-        ValueError, match=r"messages\[1\]: the chat template rewrites earlier turns.*assistant_turns='last'"
+        RewrittenTurns, match=r"messages\[1\]: the chat template rewrites earlier turns.*assistant_turns='last'"
     ):
-        encode_row({"messages": messages}, chat_tokenizer)
-    ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, assistant_turns="last")
-    assert supervised(chat_tokenizer, ids, mask) == ["<think>so</think>fine<|im_end|>"]
+        encode_row({"messages": THOUGHTS}, chat_tokenizer)
+    [(ids, mask, _)] = encode_turns({"messages": THOUGHTS}, chat_tokenizer, "last")
+    assert supervised(chat_tokenizer, ids, mask) == ["<think>so</think>\n\nfine<|im_end|>"]
     assert "hm" not in chat_tokenizer.decode(ids)
+    # All turns: each as it was answered, with what came before as it is rendered then.
+    rows = encode_turns({"messages": THOUGHTS, "finish_reason": "length"}, chat_tokenizer)
+    assert [supervised(chat_tokenizer, ids, mask) for ids, mask, _ in rows] == [
+        ["<think>hm</think>hi<|im_end|>"],
+        ["<think>so</think>\n\nfine"],
+    ]
+    assert [row.input_ids for row in rows][1] == ids
+    [row] = encode_turns({"prompt": THOUGHTS[:3], "completion": THOUGHTS[3:]}, chat_tokenizer)
+    assert row.input_ids == ids and row.loss_mask == mask
+    assert len(encode_turns({"messages": MESSAGES}, chat_tokenizer)) == 1  # nothing to rewrite
+
+
+def test_thoughts_are_learned_or_only_read(chat_tokenizer):
+    row = {"messages": THOUGHTS}
+    expected = {
+        True: ["<think>hm</think>hi<|im_end|>", "<think>so</think>\n\nfine<|im_end|>"],
+        False: ["hi<|im_end|>", "fine<|im_end|>"],
+    }
+    for train_on_thinking, answers in expected.items():
+        for template in (CHATML, TAGGED):
+            chat_tokenizer.chat_template = template
+            ids, mask, _ = encode_row(row, chat_tokenizer, train_on_thinking=train_on_thinking)
+            assert supervised(chat_tokenizer, ids, mask) == answers
+            assert "<think>so</think>" in chat_tokenizer.decode(ids)
+    tags = ["[THINK]", "[/THINK]"]
+    messages = [THOUGHTS[0], {"role": "assistant", "content": "[THINK]hm[/THINK]hi</think>"}]
+    ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=False, thinking_tags=tags)
+    assert supervised(chat_tokenizer, ids, mask) == ["hi</think><|im_end|>"]
+
+
+def test_thoughts_of_their_own_field_are_in_the_mask(chat_tokenizer):
+    """A template that opens the block in its generation prompt, as thinking-only models do."""
+    chat_tokenizer.chat_template = CHATML.replace(
+        "m['content'] +",
+        "('<think>\\n' + m['reasoning_content'] + '</think>' if m['reasoning_content'] else '') + m['content'] +",
+    ).replace("assistant\\n'", "assistant\\n<think>\\n'")
+    messages = [THOUGHTS[0], {"role": "assistant", "content": "hi", "reasoning_content": "hm", "tool_calls": None}]
+    for train_on_thinking, answer in ((True, "hm</think>hi<|im_end|>"), (False, "hi<|im_end|>")):
+        ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=train_on_thinking)
+        assert supervised(chat_tokenizer, ids, mask) == [answer]
+    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template renders this answer.*reasoning_content"):
+        encode_row({"messages": [THOUGHTS[0], {"role": "assistant", "content": "hi"}]}, chat_tokenizer)
+
+
+def test_recorded_thoughts(chat_tokenizer):
+    def encode(prompt, completion, **options):
+        ids = [chat_tokenizer(text)["input_ids"] for text in (prompt, completion)]
+        ids, mask, _ = encode_row({"prompt_ids": ids[0], "completion_ids": ids[1]}, chat_tokenizer, **options)
+        return supervised(chat_tokenizer, ids, mask)
+
+    # The target wrote the empty block itself.
+    assert encode("hello", "<think>\n</think>hi") == ["<think>\n</think>hi"]
+    assert encode("hello", "<think>\n</think>hi", train_on_thinking=False) == ["hi"]
+    assert encode("hello<think>\n", "so</think>\nhi", train_on_thinking=False) == ["hi"]
+    assert encode("hello", "<think>so, it", train_on_thinking=False) == []  # cut while thinking
+    assert encode("hello", "a <think> tag", train_on_thinking=False) == ["a <think> tag"]
+
+
+@pytest.mark.parametrize("train_on_thinking", [True, False])
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_empty_thinking_block_is_not_supervised(chat_tokenizer, template, train_on_thinking):
+    """Scaffolding that a template writes into answers without thoughts."""
+    chat_tokenizer.chat_template = template.replace(
+        "m['content'] +", "('<think>\\n\\n</think>\\n\\n' if m['role'] == 'assistant' else '') + m['content'] +"
+    ).replace("{% generation %}", "{% generation %}<think>\n\n</think>\n\n")
+    ids, mask, _ = encode_row({"messages": MESSAGES}, chat_tokenizer, train_on_thinking=train_on_thinking)
+    assert "<think>\n\n</think>" in chat_tokenizer.decode(ids)
+    assert supervised(chat_tokenizer, ids, mask) == ANSWERS
+
+
+def test_tagged_scaffolding_of_the_generation_prompt_is_not_supervised(chat_tokenizer):
+    scaffold = "{% generation %}(think of it)"
+    chat_tokenizer.chat_template = TAGGED.replace("{% generation %}", scaffold).replace(
+        "{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n(think of it)' }}"
+    )
+    ids, mask, _ = encode_row({"messages": MESSAGES}, chat_tokenizer)
+    assert chat_tokenizer.decode(ids).count("(think of it)") == 2
+    assert supervised(chat_tokenizer, ids, mask) == ANSWERS
 
 
 def test_scaffolding_of_the_generation_prompt_is_not_supervised(chat_tokenizer):

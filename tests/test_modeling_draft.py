@@ -1,6 +1,7 @@
 """What all drafts share: target's embedding and head, initialisation, atomic saving."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from blockdraft.hub_cards import publishing
 from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
 
@@ -87,7 +89,11 @@ def test_trainer_checkpoints_are_complete_drafts(tmp_path):
 def test_a_failed_save_leaves_the_earlier_one(tmp_path, monkeypatch):
     draft = tiny_draft()
     draft.save_pretrained(tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
 
     def fail_after_the_config(self, directory, **kwargs):
         self.config.save_pretrained(directory)
@@ -98,7 +104,7 @@ def test_a_failed_save_leaves_the_earlier_one(tmp_path, monkeypatch):
     draft.config.objective = {"name": "another"}
     with pytest.raises(OSError, match="No space"):
         draft.save_pretrained(tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert files() == before
 
 
 @pytest.mark.parametrize("shard_sizes", [("10KB", "1GB"), ("1GB", "10KB"), ("10KB", "20KB")])
@@ -120,14 +126,22 @@ def test_other_processes_write_nothing(tmp_path):
 
 def test_pushing_uploads_a_whole_draft(tmp_path, monkeypatch):
     pushed = {}
-    monkeypatch.setattr(
-        PreTrainedModel, "push_to_hub", lambda self, repo_id, **kwargs: pushed.update(kwargs, repo_id=repo_id)
-    )
+
+    def push(self, repo_id, **kwargs):
+        pushed.update(kwargs, repo_id=repo_id)
+
+    monkeypatch.setattr(publishing, "publish_model", push)
     draft = tiny_draft()
     draft.save_pretrained(tmp_path / "my-draft", push_to_hub=True, commit_message="First", private=True)
     assert pushed == {"repo_id": "my-draft", "commit_message": "First", "private": True, "token": None}
     draft.save_pretrained(tmp_path / "my-draft", push_to_hub=True, repo_id="me/draft", token="t")
     assert pushed["repo_id"] == "me/draft" and pushed["token"] == "t"
+
+    # Code that lies beside the weights pushes where the package is absent.
+    monkeypatch.setitem(sys.modules, "blockdraft.hub_cards.publishing", None)
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", push)
+    draft.push_to_hub("me/again", private=True)
+    assert pushed["repo_id"] == "me/again" and pushed["private"]
 
 
 def test_a_class_made_by_fsdp_is_saved_as_the_draft(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def run_fresh(source, inputs, saved_again, tmp_path):
 
 
 def code_files(directory):
-    return {file.name: file.read_text() for file in directory.glob("*.py")}
+    return {file.relative_to(directory).as_posix(): file.read_text() for file in directory.rglob("*.py")}
 
 
 def test_loads_and_saves_again_without_the_package(tmp_path):
@@ -76,11 +77,13 @@ def test_shipped_files_import_each_other_and_public_libraries_only(tmp_path):
     files = code_files(tmp_path)
     assert {"modeling_kimi_k3_dflash.py", "configuration_kimi_k3_dflash.py"} < set(files)
     assert "modeling_kimi_k3.py" not in files  # a draft does not ship its target
+    assert {"custom_generate/generate.py", "custom_generate/block_decoding.py"} < set(files)
     for name, source in files.items():
         imports = [line.split()[1] for line in source.splitlines() if line.startswith(("from ", "import "))]
         for module in imports:
             assert not module.startswith(("..", "blockdraft")), f"{name} imports {module}"
-            assert not module.startswith(".") or f"{module[1:]}.py" in files, f"{name} imports {module}"
+            beside = (Path(name).parent / f"{module[1:]}.py").as_posix()
+            assert not module.startswith(".") or beside in files, f"{name} imports {module}"
 
 
 def make_files(root, files):

@@ -17,6 +17,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,10 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..hub_cards.card import CARD, rewrite_card
 from ..modeling.atomic_save import staged_directory
-from ..modeling.block_decoding import block_decode, num_candidates
+from ..modeling.block_decoding import block_decode
+from .adapters import is_adapter, update_record
 from .calibration_report import BINS, INTERVAL, CalibrationReport, Reliability, ReliabilityBins
 from .evaluation import answer_settings, eval_mode
 
@@ -251,7 +254,7 @@ def decode_rounds(
             )
             length = output.sequences.shape[1] - len(prompt)
             logits, accepted, labelled = label_rounds(
-                output.confidence_logits, output.accepted_lengths, length, num_candidates(draft.config)
+                output.confidence_logits, output.accepted_lengths, length, draft.config.num_drafted
             )
             kept = labelled[:, 0]
             parts.append((logits[kept], accepted[kept], labelled[kept], torch.full((int(kept.sum()),), index)))
@@ -363,16 +366,22 @@ def calibrate(
     )
 
 
-def save_temperatures(draft: PreTrainedModel, temperatures: list[float], directory: str | os.PathLike) -> None:
+def save_temperatures(draft: PreTrainedModel, temperatures: list[float], directory: str | os.PathLike) -> Path:
     """Puts temperatures into the draft's config and writes that config into the draft's directory, atomically; weights
-    and other files there stay.
+    and other files there stay, but for the card, which says so. In the directory of an adapter they go into the header
+    of its weights. Returns the file.
 
     Raises:
         ValueError: unless there is one positive temperature for each drafted token.
     """
-    drafted = num_candidates(draft.config)
+    drafted = draft.config.num_drafted
     if len(temperatures) != drafted or not all(temperature > 0 for temperature in temperatures):
         raise ValueError(f"`temperatures` is {temperatures}: give {drafted} above 0, one for each drafted token.")
     draft.config.confidence_temperatures = list(temperatures)
+    if is_adapter(str(directory)):
+        return update_record(directory, confidence_temperatures=draft.config.confidence_temperatures)
     with staged_directory(directory) as staging:
         draft.config.save_pretrained(staging)
+    if (Path(directory) / CARD).exists():
+        rewrite_card(directory, draft.config)
+    return Path(directory) / "config.json"

@@ -9,41 +9,78 @@ each optionally with `id` (an int or a string, stable across runs) and `finish_r
 
 import glob
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from datasets import Dataset, Features, Value, load_dataset
+from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 JSON_LINE = "json_line"  # the one column of an opened JSON file: parsed row by row, so that one bad row is one error
-Source = Dataset | str | Path | Sequence[str | Path]
+HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/:]+))?(?:/(?P<name>[^/:]+))?(?::(?P<split>.+))?")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+Source = Dataset | IterableDataset | str | Path | Sequence[str | Path]
 
 
-def open_rows(source: Source) -> list[tuple[str, Dataset]]:
-    """Opens chat rows: a `datasets.Dataset`, or paths of JSONL, JSON (a list) or parquet files.
+def open_rows(source: Source, streaming: bool = False) -> list[tuple[str, Dataset | IterableDataset]]:
+    """Opens chat rows: a dataset, paths of JSONL, JSON (a list) or parquet files, or names of Hub datasets.
+
+    A Hub dataset is named `owner/name[@revision][/config][:split]`, the split being `train` if not given; a folder is
+    opened in the same way. JSONL and parquet are read in pieces; a JSON list is parsed as a whole.
+
+    Args:
+        streaming: as `datasets.IterableDataset`s, read while they are iterated.
 
     Returns:
-        One `(name, dataset)` a file; the name stands in error messages.
+        One `(name, dataset)` a file or Hub dataset; the name stands in error messages.
     """
-    if isinstance(source, Dataset):
-        return [("dataset", source)]
+    if isinstance(source, IterableDataset) and not streaming:
+        raise ValueError("data: a streamed dataset has no length and cannot be prepared whole: use `prepare_stream`")
+    if isinstance(source, (Dataset, IterableDataset)):
+        return [("dataset", source.to_iterable_dataset() if streaming and isinstance(source, Dataset) else source)]
     if isinstance(source, (str, Path)):
         source = [source]
     if not isinstance(source, Sequence):
         raise ValueError(
-            f"data: expected paths or a datasets.Dataset, not {type(source).__name__}; take one split of a "
-            "DatasetDict, and save a streamed dataset to a file first"
+            f"data: expected paths, Hub names or a datasets.Dataset, not {type(source).__name__}; take one "
+            "split of a DatasetDict"
         )
-    return [(str(path), _open_file(Path(path))) for path in source]
+    return [(str(name), _open(str(name), streaming)) for name in source]
 
 
-def _open_file(path: Path) -> Dataset:
+def hub_datasets(names: Sequence[str | Path]) -> list[str]:
+    """Ids of the Hub datasets among names of chat rows, each once."""
+    named = [HUB_NAME.fullmatch(str(name)) for name in names if not Path(name).exists()]
+    return sorted({hub["path"] for hub in named if hub and Path(hub.string).suffix not in SUFFIXES})
+
+
+def _open(name: str, streaming: bool) -> Dataset | IterableDataset:
+    path, hub = Path(name), HUB_NAME.fullmatch(name)
+    if path.is_file() or path.suffix in SUFFIXES or not (hub or path.is_dir()):
+        return _open_file(path, streaming)
+    named = hub.groupdict() if hub else {"path": name}
+    try:
+        return load_dataset(**named | {"split": named.get("split") or "train"}, streaming=streaming)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"data: there is no file {name}, and no dataset of that name could be opened on the Hub "
+            f"(owner/name[@revision][/config][:split]): {error}"
+        ) from error
+
+
+def _json_list(path: str, size: int, changed: int) -> Iterator[dict]:
+    """The rows of a JSON list; size and time of change are keys of the cache."""
+    yield from ({JSON_LINE: json.dumps(row)} for row in json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def _open_file(path: Path, streaming: bool) -> Dataset | IterableDataset:
     if not path.is_file():
         raise ValueError(f"data: there is no file {path}")
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
-    load = partial(load_dataset, data_files=glob.escape(str(path.absolute())), split="train")
+    files = glob.escape(str(path.absolute()))
+    load = partial(load_dataset, data_files=files, split="train", streaming=streaming)
     if path.suffix == ".jsonl":
         return load("text", features=Features({JSON_LINE: Value("string")}))
     if path.suffix == ".json":
@@ -53,10 +90,12 @@ def _open_file(path: Path) -> Dataset:
             raise ValueError(f"data: {path} is not one JSON value: {error}; name JSON lines .jsonl") from error
         if not isinstance(rows, list):
             raise ValueError(f"data: {path} must hold a list of rows, not a {type(rows).__name__}")
-        return Dataset.from_dict({JSON_LINE: [json.dumps(row) for row in rows]})
+        key = {"path": str(path.absolute()), "size": path.stat().st_size, "changed": path.stat().st_mtime_ns}
+        dataset = Dataset.from_generator(_json_list, Features({JSON_LINE: Value("string")}), gen_kwargs=key)
+        return dataset.to_iterable_dataset() if streaming else dataset
     if path.suffix == ".parquet":
         return load("parquet")
-    raise ValueError(f"data: {path} must end in .jsonl, .json or .parquet")
+    raise ValueError(f"data: {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
 
 
 def read_row(example: dict) -> dict | None:
@@ -70,7 +109,15 @@ def read_row(example: dict) -> dict | None:
             raise ValueError(f"not valid JSON: {error}") from error
         if not isinstance(example, dict):
             raise ValueError(f"expected an object with fields, not a {type(example).__name__}")
-    return {key: value for key, value in example.items() if value is not None}
+        return {key: value for key, value in example.items() if value is not None}
+    return _without_nulls(example)
+
+
+def _without_nulls(value):
+    """Arrow gives all messages, tools and arguments of a column the same fields, null where a row had none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def iter_rows(opened: list[tuple[str, Dataset]]) -> Iterator[tuple[str, int | str, dict]]:
@@ -92,13 +139,18 @@ def iter_rows(opened: list[tuple[str, Dataset]]) -> Iterator[tuple[str, int | st
 def row_messages(row: dict) -> tuple[list[dict], int]:
     """The row's messages, checked, and how many of them are a conversational `prompt`, hence not supervised."""
     if "messages" in row:
-        return check_messages(row["messages"]), 0
+        return _present(check_messages(row["messages"])), 0
     if "prompt" in row and "completion" in row:
         prompt = check_messages(row["prompt"], "prompt")
         if not isinstance(row["completion"], list):
             raise ValueError("completion: expected a list of messages, like the prompt")
-        return check_messages(prompt + row["completion"], "prompt + completion"), len(prompt)
+        return _present(check_messages(prompt + row["completion"], "prompt + completion")), len(prompt)
     raise ValueError(f"messages: missing, and so is a prompt with a completion; the fields are {sorted(row)}")
+
+
+def _present(messages: list[dict]) -> list[dict]:
+    """Messages without null fields, which templates would write as `None`."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def check_messages(messages: object, name: str = "messages") -> list[dict]:

@@ -4,8 +4,10 @@
     blockdraft regenerate TARGET DATA OUTPUT [--key value ...]
     blockdraft calibrate TARGET DRAFT --data FILE [--key value ...]
     blockdraft evaluate TARGET DRAFT --data FILE [--key value ...]
+    blockdraft doctor TARGET DRAFT [DATA] [--key value ...]
     blockdraft generate TARGET DRAFT "prompt" [--key value ...]
     blockdraft export DRAFT OUTPUT --format deepseek [--key value ...]
+    blockdraft push DIRECTORY REPO_ID [--key value ...]
 
 Every command takes a YAML file first, with the same keys as the command line, which wins. `blockdraft COMMAND --help`
 lists the settings.
@@ -14,27 +16,35 @@ lists the settings.
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
 import torch
+from datasets import Dataset, concatenate_datasets
+from peft import LoraConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
+from ..hub_cards.publishing import publish
 from ..modeling.block_decoding import block_decode
 from ..modeling.confidence_schedule import ConfidenceThreshold
 from ..modeling.deepseek_layout import export_deepseek
 from ..modeling.pairing import check_pair
+from .adapters import is_adapter
 from .calibration import calibrate, save_temperatures, split_prompts
+from .chat_rows import hub_datasets
 from .cli_arguments import (
     CalibrateArguments,
     DataArguments,
+    DoctorArguments,
     DraftArguments,
     EvaluateArguments,
     ExportArguments,
     GenerateArguments,
+    LoraArguments,
+    PushArguments,
     RegenerateArguments,
     RunArguments,
     ScheduleArguments,
@@ -42,10 +52,15 @@ from .cli_arguments import (
     TargetArguments,
 )
 from .commands import TimeEstimate, cost_table, load_draft, load_target, new_draft, new_trainer, train_draft
-from .data import prepare_dataset
+from .data import answers_of, mix, prepare_dataset, prepare_stream
+from .doctor import doctor
+from .doctor_checkpoint import draft_folder
+from .doctor_measures import check_provenance
+from .doctor_report import FAULT, findings_text
 from .evaluation import evaluate_decoding, held_out_prompts
 from .interrupt import SaveOnInterrupt
 from .loss_mask import apply_template
+from .packing import pack_rows
 from .regenerate import regenerate
 from .report import write_calibration, write_report
 from .training_args import DraftTrainingArguments
@@ -54,7 +69,7 @@ logger = logging.get_logger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns its exit code: 0, 2 for wrong input, 130 after Ctrl-C."""
+    """Runs the command. Returns its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
@@ -65,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         command = COMMANDS[argv[0]]
         usage = f"blockdraft {argv[0]} [CONFIG.yaml] {' '.join(map(str.upper, command.positionals))} [--key value ...]"
         parser = SettingsParser(command.settings, command.positionals, usage=usage, description=command.run.__doc__)
-        command.run(*parser.parse(argv[1:]))
+        return command.run(*parser.parse(argv[1:])) or 0
     except (ValueError, OSError) as error:
         logger.debug("The error's origin:", exc_info=True)
         print("error:", " ".join(str(error).split()), file=sys.stderr)
@@ -73,21 +88,26 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted {interrupt}; the same command goes on from there.", file=sys.stderr)
         return 130
-    return 0
 
 
 def train(
     target_args: TargetArguments,
     draft_args: DraftArguments,
+    lora_args: LoraArguments,
     data_args: DataArguments,
     run_args: RunArguments,
     args: DraftTrainingArguments,
 ) -> None:
     """Trains a draft for a frozen target, evaluates it by real decoding, and saves it with its card and report. An
-    interrupted run goes on from its last checkpoint when the same command is given again."""
+    interrupted run goes on from its last checkpoint when the same command is given again. With `lora_r` an adapter of
+    an existing draft is trained and saved instead."""
+    lora = lora_args.lora_config()
+    if lora and not draft_args.draft:
+        raise ValueError("`lora_r` adapts a draft that is saved already: name it as `draft`.")
     set_seed(args.seed)
     target, tokenizer = _target(target_args)
-    train_set, eval_set = _datasets(data_args, tokenizer, args.seed)
+    train_set, eval_set = _datasets(data_args, tokenizer, args)
+    args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
     if draft_args.draft:
         draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code)
         check_pair(target, draft, tokenizer, target_args.target_revision)
@@ -95,21 +115,23 @@ def train(
         shape = draft_args.shape()
         if draft_args.draft_type == "dspark" and args.confidence_head_alpha == 0:
             shape["confidence_head"] = False  # it would not be trained
-        draft = new_draft(target, tokenizer, **shape)
+        draft = new_draft(target, tokenizer, rows=train_set, **shape)
     trainer = new_trainer(
         draft,
         target,
         args,
         target_revision=target_args.target_revision,
+        peft_config=LoraConfig(**lora) if lora else None,
         train_dataset=train_set,
         eval_dataset=eval_set,
         processing_class=tokenizer,
         callbacks=[SaveOnInterrupt(), TimeEstimate()],
     )
+    trainer.data_record = {"answers": answers_of(data_args.train_data)}
     train_draft(trainer, run_args.overwrite_output_dir)
     if args.eval_decode_prompts and trainer.is_world_process_zero():
         prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
-        report = evaluate_decoding(target, trainer.model, prompts, args.eval_max_new_tokens)
+        report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
         trainer.card_metrics = {"held-out prompts": report.headline()}
         print(report.table())
         path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
@@ -119,31 +141,47 @@ def train(
     # Processes that exit with their group open may abort.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if trainer.publisher and trainer.publisher.error:
+        raise trainer.publisher.error
 
 
-def _datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int):
+def _datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, training: DraftTrainingArguments):
     """Rows to train on and held-out ones; says what became of the rows that were read."""
-    prepare = partial(
-        prepare_dataset,
-        tokenizer=tokenizer,
-        max_length=args.max_length,
-        assistant_turns=args.assistant_turns,
-        stop_token_ids=args.stop_token_ids,
-        template_kwargs=args.template_kwargs,
-        max_bad_fraction=args.max_bad_fraction,
-    )
-    train_set, report = prepare(args.train_data)
-    print(f"train_data: {report}")
-    if args.eval_data:
-        eval_set, report = prepare(args.eval_data)
-        print(f"eval_data: {report}")
-        return train_set, eval_set
-    held_out = max(1, round(args.eval_fraction * len(train_set)))
-    if held_out == len(train_set):
+    if args.streaming and training.max_steps < 1:
+        raise ValueError("`streaming` data has no length: set `max_steps`.")
+    same = ("assistant_turns", "stop_token_ids", "template_kwargs", "train_on_thinking", "thinking_tags")
+    settings = {name: getattr(args, name) for name in ("max_length", "max_bad_fraction", *same)}
+    stream = partial(prepare_stream, tokenizer=tokenizer, **settings)
+
+    def prepare(name: str, data: list[str], id_prefix: str = "") -> Dataset:
+        rows, report = prepare_dataset(data, tokenizer, num_proc=args.num_proc, id_prefix=id_prefix, **settings)
+        print(f"{name}: {report}")
+        return rows
+
+    sources = {str(i): [name] for i, name in enumerate(args.train_data)} if args.data_mix else {"": args.train_data}
+    with training.main_process_first(desc="encoding the rows"):
+        eval_set = prepare("eval_data", args.eval_data) if args.eval_data else None
+        if args.streaming:
+            parts = [stream(data, id_prefix=prefix) for prefix, data in sources.items()]
+        else:
+            parts = [prepare(f"train_data {prefix}".strip(), data, prefix) for prefix, data in sources.items()]
+        if eval_set is None:
+            split = [_hold_out(part, args.eval_fraction, training.seed) for part in parts]
+            parts, eval_set = [part["train"] for part in split], concatenate_datasets([part["test"] for part in split])
+            print(f"{len(eval_set)} rows of train_data are held out for evaluation.")
+        train_set = mix(parts, args.data_mix, training.seed) if args.data_mix else parts[0]
+        if args.streaming:
+            train_set = train_set.shuffle(seed=training.seed, buffer_size=args.shuffle_buffer)
+        if args.packing:
+            train_set = pack_rows(train_set, args.max_length)
+    return train_set, eval_set
+
+
+def _hold_out(rows: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
+    held_out = max(1, round(fraction * len(rows)))
+    if held_out == len(rows):
         raise ValueError("`train_data` has one row: none is left to hold out; give more rows, or `eval_data`.")
-    parts = train_set.train_test_split(test_size=held_out, seed=seed)
-    print(f"{held_out} rows of train_data are held out for evaluation.")
-    return parts["train"], parts["test"]
+    return rows.train_test_split(test_size=held_out, seed=seed)
 
 
 def regenerate_answers(target_args: TargetArguments, args: RegenerateArguments) -> None:
@@ -179,10 +217,10 @@ def calibrate_confidence(target_args: TargetArguments, args: CalibrateArguments)
     set_seed(args.seed)
     config = GenerationConfig(**_sampling(args))
     report = calibrate(target, draft, fit, test, args.max_new_tokens, args.rounds, config)
-    save_temperatures(draft, report.temperatures, args.draft)
+    saved = save_temperatures(draft, report.temperatures, args.draft)
     print(report.table(), report.summary(), sep="\n\n")
     path = write_calibration(args.output or args.draft, report)
-    print(f"The temperatures are in {Path(args.draft) / 'config.json'}, the figures in {path}.")
+    print(f"The temperatures are in {saved}, the figures in {path}.")
 
 
 def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_args: ScheduleArguments) -> None:
@@ -197,6 +235,32 @@ def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_arg
         Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
+def examine(target_args: TargetArguments, args: DoctorArguments) -> int:
+    """Looks for what lowers a draft's acceptance: wrong settings, another target or tokenizer, broken weights, and,
+    given data, what decoding and other settings show. The exit code is 1 if there is a fault."""
+    folder = draft_folder(args.draft)
+    target, tokenizer = _target(target_args)
+    rows, findings = None, []
+    if args.data:
+        rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
+        print(f"data: {report}")
+        findings += check_provenance(report.provenance, tokenizer, args.template_kwargs)
+    findings += doctor(
+        target,
+        tokenizer,
+        load_draft(args.draft, trust_remote_code=target_args.trust_remote_code) if is_adapter(args.draft) else folder,
+        rows,
+        target_revision=target_args.target_revision,
+        engine=args.engine,
+        num_prompts=args.num_prompts,
+        max_new_tokens=args.max_new_tokens,
+    )
+    print(findings_text(findings))
+    if args.output:
+        Path(args.output).write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+    return int(any(finding.status == FAULT for finding in findings))
+
+
 def export(args: ExportArguments) -> None:
     """Writes a DSpark draft as the `mtp.*` tensors of a released DeepSeek V4.1 checkpoint: into a folder of its own,
     or beside the files of its target, which stay as they are."""
@@ -207,6 +271,19 @@ def export(args: ExportArguments) -> None:
     for misfit in misfits:
         print("warning:", misfit, file=sys.stderr)
     print(f"Written into {' and '.join(place for place in (args.output, args.into) if place)}.")
+
+
+def push(args: PushArguments) -> None:
+    """Uploads a saved draft to the Hub: config, weights, code, card, tokenizer, metrics and plots, nothing else."""
+    commit = publish(
+        args.directory,
+        args.repo_id,
+        private=args.private or None,
+        revision=args.revision,
+        create_pr=args.create_pr,
+        commit_message=args.commit_message,
+    )
+    print(f"Published: {commit.pr_url or commit.commit_url}")
 
 
 def generate(target_args: TargetArguments, args: GenerateArguments, schedule_args: ScheduleArguments) -> None:
@@ -276,12 +353,16 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(train, (TargetArguments, DraftArguments, DataArguments, RunArguments, DraftTrainingArguments)),
+    "train": Command(
+        train, (TargetArguments, DraftArguments, LoraArguments, DataArguments, RunArguments, DraftTrainingArguments)
+    ),
     "regenerate": Command(regenerate_answers, (TargetArguments, RegenerateArguments), ("target", "data", "output")),
     "calibrate": Command(calibrate_confidence, (TargetArguments, CalibrateArguments), ("target", "draft")),
     "evaluate": Command(evaluate, (TargetArguments, EvaluateArguments, ScheduleArguments), ("target", "draft")),
+    "doctor": Command(examine, (TargetArguments, DoctorArguments), ("target", "draft", "data")),
     "generate": Command(
         generate, (TargetArguments, GenerateArguments, ScheduleArguments), ("target", "draft", "prompt")
     ),
     "export": Command(export, (ExportArguments,), ("draft", "output")),
+    "push": Command(push, (PushArguments,), ("directory", "repo_id")),
 }

@@ -9,6 +9,8 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
+from .loss_mask import THINKING_TAGS
+
 
 def setting(help: str, **kwargs):
     """A field with its line of help; required unless it has a default."""
@@ -85,20 +87,73 @@ class DraftArguments:
 
 
 @dataclass
+class LoraArguments:
+    """An adapter of `draft`, under the names of peft's `LoraConfig`; without `lora_r` the draft itself is trained."""
+
+    lora_r: int | None = setting(
+        "Rank of a LoRA adapter, which is trained and saved instead of the draft.", default=None
+    )
+    lora_alpha: int | None = setting("The adapter is scaled by lora_alpha / lora_r (lora_r).", default=None)
+    lora_dropout: float | None = setting("Dropout of the adapter's input (0).", default=None)
+    use_dora: bool = setting("DoRA: the adapter has magnitudes of its own.", default=False)
+    target_modules: list[str] | None = setting("Linear layers that are adapted, e.g. o_proj (all).", default=None)
+    modules_to_save: list[str] | None = setting(
+        "Modules that are trained and saved whole, e.g. norm or markov_head (none).", default=None
+    )
+
+    def __post_init__(self):
+        if self.lora_r is None and (given := self._given()):
+            raise ValueError(f"`{next(iter(given))}` belongs to an adapter: give its rank, `lora_r`, too.")
+        if self.lora_r is not None and self.lora_r < 1:
+            raise ValueError(f"`lora_r` is {self.lora_r}: it must be at least 1.")
+
+    def lora_config(self) -> dict | None:
+        """Arguments of `LoraConfig`; `None` without an adapter."""
+        if self.lora_r is None:
+            return None
+        given = self._given()
+        return {"r": given.pop("lora_r"), "lora_alpha": self.lora_r} | given
+
+    def _given(self) -> dict:
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+@dataclass
 class DataArguments:
     """Chat rows and how they become token rows."""
 
-    train_data: list[str] = setting("Chat rows to train on: .jsonl, .json or .parquet files.")
+    train_data: list[str] = setting(
+        "Chat rows to train on: .jsonl, .json, .parquet, or Hub datasets: owner/name[@revision][/config][:split]."
+    )
+    data_mix: list[float] | None = setting(
+        "Share of each source in train_data; short ones start again until all is seen (every row once).", default=None
+    )
+    streaming: bool = setting(
+        "Read and encode train_data while training; needs max_steps and eval_data.", default=False
+    )
+    shuffle_buffer: int = setting("streaming: rows among which the next one is drawn.", default=1000)
+    packing: bool = setting("Pack the rows to train on into rows of max_length tokens.", default=False)
+    num_proc: int | None = setting("Processes that encode rows.", default=None)
     eval_data: list[str] | None = setting("Held-out chat rows.", default=None)
     eval_fraction: float = setting("Share of the training rows held out where there is no eval_data.", default=0.02)
     max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
     assistant_turns: str = setting("Turns that are learned: all or last.", default="all")
+    train_on_thinking: bool = setting("Learn an answer's thinking block instead of only reading it.", default=True)
+    thinking_tags: list[str] = setting(
+        "What opens and what closes a thinking block.", default_factory=lambda: list(THINKING_TAGS)
+    )
     stop_token_ids: list[int] | None = setting("Tokens that end a turn (the tokenizer's eos).", default=None)
     template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
     max_bad_fraction: float = setting("Share of rows that may be unreadable.", default=0.0)
 
     def __post_init__(self):
         self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.data_mix and len(self.data_mix) != len(self.train_data):
+            raise ValueError(
+                f"`data_mix` has {len(self.data_mix)} shares for {len(self.train_data)} sources in `train_data`."
+            )
+        if self.streaming and not self.eval_data:
+            raise ValueError("`streaming` holds no rows out: give `eval_data`.")
         if not self.eval_data and not 0 < self.eval_fraction < 1:
             raise ValueError(
                 f"`eval_fraction` is {self.eval_fraction}: it must lie between 0 and 1, or give `eval_data`."
@@ -171,6 +226,31 @@ class EvaluateArguments:
 
 
 @dataclass
+class DoctorArguments:
+    """A draft with low acceptance, and rows to measure it on."""
+
+    draft: str = setting("The draft: a directory or a Hub id; it may be broken.")
+    data: list[str] | None = setting(
+        "Chat rows like those of the training: .jsonl, .json or .parquet files; nothing is measured without.",
+        default=None,
+    )
+    num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=8)
+    max_new_tokens: int = setting("Longest answer in tokens.", default=64)
+    max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
+    template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
+    engine: str | None = setting("Engine to check a DSpark draft for: vllm or sglang.", default=None)
+    output: str | None = setting("JSON file to write the findings to.", default=None)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.engine not in (None, "vllm", "sglang"):
+            raise ValueError(f"`engine` is {self.engine!r}; choose vllm or sglang.")
+        for name in ("num_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")
+
+
+@dataclass
 class CalibrateArguments:
     """Held-out prompts to learn from how often a slot of a given confidence is accepted."""
 
@@ -216,6 +296,18 @@ class ExportArguments:
             raise ValueError("Give the folder to write, `output`, or the target's, `into`.")
         if self.engine not in (None, "vllm", "sglang"):
             raise ValueError(f"`for` is {self.engine!r}; choose vllm or sglang.")
+
+
+@dataclass
+class PushArguments:
+    """A saved draft and its repository."""
+
+    directory: str = setting("The saved draft: the run's output_dir, or one of its checkpoints.")
+    repo_id: str = setting("Repository on the Hub, owner/name; made if there is none.")
+    private: bool = setting("Make the repository private; refuses one that is public.", default=False)
+    revision: str | None = setting("Branch (the default one); made if there is none.", default=None)
+    create_pr: bool = setting("Open a pull request instead.", default=False)
+    commit_message: str | None = setting("Title of the commit.", default=None)
 
 
 @dataclass

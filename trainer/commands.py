@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from ..modeling.confidence_schedule import CostTable, measure_cost_table
 from ..modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from ..modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from .adapters import ADAPTER_CONFIG, check_resumable, is_adapter, load_merged
 from .draft_trainer import DraftTrainer
 from .dspark_trainer import DSparkTrainer
 from .evaluation import eval_mode
@@ -77,9 +78,11 @@ def load_target(
 
 
 def load_draft(name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """A saved draft in evaluation mode, on a GPU where there is one."""
+    """A saved draft, or a base draft with a saved adapter merged into it, in evaluation mode, on a GPU where there is
+    one."""
     check_path("draft", name)
-    draft = AutoModel.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
+    load = load_merged if is_adapter(name) else AutoModel.from_pretrained
+    draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code)
     return draft.to(default_device()).eval()
 
 
@@ -88,14 +91,24 @@ def new_draft(
     tokenizer: PreTrainedTokenizerBase,
     draft_type: str = "dflash",
     mask_token_id: int | None = None,
+    rows: Iterable[Mapping] | None = None,
     **shape,
 ) -> PreTrainedModel:
-    """An untrained fp32 draft for a target; `shape` is that of its configuration's `from_target_config`."""
+    """
+    An untrained fp32 draft for a target.
+
+    Args:
+        mask_token_id: default: the first of [`propose_mask_token_ids`], which is printed.
+        rows: the data, for a target whose vocabulary has no token that is free in any text.
+        shape: that of the configuration's `from_target_config`.
+    """
     kind = DRAFT_TYPES[draft_type]
     # A DeepSeek V4.1 target names the mask token of its DSpark draft.
     named = draft_type == "dspark" and isinstance(target.config.get_text_config(), DeepseekV41TextConfig)
     if mask_token_id is None and not named:
-        mask_token_id = propose_mask_token_ids(tokenizer, len(target.get_input_embeddings().weight))[0]
+        mask_token_id = propose_mask_token_ids(tokenizer, len(target.get_input_embeddings().weight), rows)[0]
+        token = tokenizer.convert_ids_to_tokens(mask_token_id) or "a row of the embedding without a token"
+        print(f"mask_token_id: {mask_token_id}, {token}", flush=True)
     return kind.model(kind.config.from_target_config(target.config, mask_token_id=mask_token_id, **shape))
 
 
@@ -163,7 +176,15 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
             shutil.rmtree(old)
     checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
     if checkpoint is None:
-        if (output_dir / "config.json").exists() and not overwrite_output_dir:
+        whole, other = "config.json", ADAPTER_CONFIG
+        if trainer.adapter is not None:
+            whole, other = other, whole
+        if (output_dir / other).exists():
+            raise ValueError(
+                f"`output_dir`: {output_dir} holds {other}; a draft and an adapter in one directory would be taken "
+                "for each other. Choose another one."
+            )
+        if (output_dir / whole).exists() and not overwrite_output_dir:
             raise ValueError(
                 f"`output_dir`: {output_dir} holds a model and no checkpoint to go on from; choose another directory, "
                 "or `overwrite_output_dir` to replace it."
@@ -183,7 +204,10 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
 
 
 def check_same_run(trainer: DraftTrainer, checkpoint: str) -> None:
-    """Refuses to put a checkpoint's weights into a draft of another shape."""
+    """Refuses to put a checkpoint's weights into a draft or an adapter of another shape."""
+    check_resumable(trainer.adapter or trainer.draft, checkpoint)
+    if trainer.adapter is not None:
+        return
     config, saved = trainer.draft_config, AutoConfig.from_pretrained(checkpoint)
     for name in (*COMMON_SHAPE, *_type_of(config).shape):
         if getattr(config, name) != getattr(saved, name):

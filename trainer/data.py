@@ -1,35 +1,25 @@
-"""Chat rows to a training set, and its batches."""
+"""Chat rows to a training set or stream, and its batches."""
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .chat_rows import Source, open_rows, read_row, row_id
-from .loss_mask import encode_row
+from .chat_rows import JSON_LINE, Source, open_rows
+from .row_encoder import ENCODED, OUTCOME, ROW, RowEncoder, columns, examples, stable_row_id
 
 logger = logging.get_logger(__name__)
 
-ENCODED = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "loss_mask": List(Value("int8")),
-        "row_id": Value("int64"),
-        "supervised": Value("int32"),
-        "truncated": Value("bool"),
-        "open": Value("bool"),
-        "dropped": Value("string"),
-        "problem": Value("string"),
-    }
-)
+SHOWN_PROBLEMS = 20
+STREAM_BATCH = 64  # rows of a stream that are encoded at a time
 
 
 @dataclass
@@ -37,76 +27,82 @@ class DataReport:
     """What became of the rows that were read.
 
     Attributes:
-        rows, kept: rows read, rows in the training set.
+        rows, kept: rows read; rows in the training set.
+        split: conversations that gave one row a turn, since the chat template rewrites earlier turns.
         truncated: rows longer than `max_length`, whether kept or dropped.
         dropped: how many rows were left out, by reason.
-        bad: one message for each row that could not be read, with its file, row index and field.
+        bad: how many rows could not be read.
+        problems: of the first of them, one message each, with file, row index and field.
         open_turns: kept rows whose last supervised turn does not end with a stop token.
         supervised_tokens: in the kept rows.
         provenance: by file, the settings under which `blockdraft regenerate` wrote it.
     """
 
-    rows: int
-    kept: int
-    truncated: int
-    dropped: dict[str, int]
-    bad: list[str]
-    open_turns: int
-    supervised_tokens: int
+    rows: int = 0
+    kept: int = 0
+    split: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    bad: int = 0
+    problems: list[str] = field(default_factory=list)
+    open_turns: int = 0
+    supervised_tokens: int = 0
     provenance: dict[str, dict] = field(default_factory=dict)
+
+    def count(self, outcome: pa.Table) -> None:
+        """Adds rows, given by their columns of `OUTCOME`."""
+        problems = outcome["problem"].filter(pc.not_equal(outcome["problem"], ""))
+        kept = outcome.filter(good_rows(outcome))
+        self.rows += pc.sum(pc.equal(outcome["part"], 0)).as_py() or 0
+        self.kept += len(kept)
+        self.split += pc.sum(pc.equal(outcome["part"], 1)).as_py() or 0
+        self.truncated += pc.sum(outcome["truncated"]).as_py() or 0
+        for reason in pc.value_counts(outcome["dropped"]).to_pylist():
+            if reason["values"]:
+                self.dropped[reason["values"]] = self.dropped.get(reason["values"], 0) + reason["counts"]
+        self.bad += len(problems)
+        self.problems += problems[: SHOWN_PROBLEMS - len(self.problems)].to_pylist()
+        self.open_turns += pc.sum(kept["open"]).as_py() or 0
+        self.supervised_tokens += pc.sum(kept["supervised"]).as_py() or 0
+
+    def check(self, max_bad_fraction: float, least_rows: int = 0) -> None:
+        """Raises `ValueError` if more than this fraction of the rows, counted as `least_rows` at least, is bad."""
+        if self.bad > max_bad_fraction * max(self.rows, least_rows):
+            raise ValueError(
+                f"{self.bad} of {self.rows} rows are bad, more than max_bad_fraction={max_bad_fraction} allows:\n  "
+                + "\n  ".join(self.problems[:5])
+            )
 
     def __str__(self) -> str:
         parts = [
-            f"{self.kept} of {self.rows} rows kept",
+            f"{self.kept} rows kept of {self.rows}" if self.split else f"{self.kept} of {self.rows} rows kept",
             f"{self.supervised_tokens} supervised tokens",
             f"{self.truncated} truncated",
             *(f"{count} dropped: {reason}" for reason, count in self.dropped.items()),
         ]
+        if self.split:
+            parts.append(f"{self.split} split into one row a turn, as the chat template rewrites earlier turns")
         if self.bad:
-            parts.append(f"{len(self.bad)} bad, the first: {self.bad[0]}")
+            parts.append(f"{self.bad} bad, the first: {self.problems[0]}")
         if self.open_turns:
             parts.append(f"{self.open_turns} without a stop token at the end (see stop_token_ids)")
         return "; ".join(parts)
 
 
-def stable_row_id(row_id: int | str) -> int:
-    """An int64 that names the row in every process and run: an int is itself, a string its SHA-256's first 63 bits."""
-    if isinstance(row_id, str):
-        return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8]) >> 1
-    return int(row_id)
-
-
-def _encode_example(example: dict, index: int, name: str, first: int, max_length: int, **options) -> dict:
-    """One example as a row of `ENCODED`; what is wrong with it goes into `problem` or `dropped`."""
-    ids, mask, is_open, dropped, problem, key = [], [], False, "", "", first + index
-    try:
-        row = read_row(example)
-        if row is None:
-            dropped = "blank line"
-        else:
-            key = stable_row_id(row_id(row, key))
-            ids, mask, is_open = encode_row(row, **options)
-    except ValueError as error:
-        problem = f"{name}: row {index}: {error}"
-    supervised = sum(mask[:max_length])
-    if not (problem or dropped or supervised):
-        cut_away = any(mask)
-        dropped = f"no supervised token within max_length={max_length}" if cut_away else "no answer to learn from"
-    return {
-        "input_ids": ids[:max_length],
-        "loss_mask": mask[:max_length],
-        "row_id": key,
-        "supervised": supervised,
-        "truncated": len(ids) > max_length,
-        "open": is_open and len(ids) <= max_length,
-        "dropped": dropped,
-        "problem": problem,
-    }
+def good_rows(outcome: pa.Table) -> pa.ChunkedArray:
+    """Which rows are to be kept, by their columns of `OUTCOME`."""
+    return pc.and_(pc.equal(outcome["dropped"], ""), pc.equal(outcome["problem"], ""))
 
 
 def provenance_path(path: str | Path) -> Path:
     """Where `blockdraft regenerate` keeps the settings of the rows in `path`."""
     return Path(f"{path}.provenance.json")
+
+
+def answers_of(names: Sequence[str | Path]) -> str:
+    """Whose answers a draft learns from, for its card: a target is best drafted by what learned from its own."""
+    own = [provenance_path(name).is_file() for name in names]
+    return "the target's own" if all(own) else "partly the target's own" if any(own) else "those of the data"
 
 
 def _read_provenance(names: list[str]) -> dict[str, dict]:
@@ -128,81 +124,163 @@ def prepare_dataset(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-    assistant_turns: str = "all",
-    stop_token_ids: Sequence[int] | None = None,
-    template_kwargs: dict | None = None,
     max_bad_fraction: float = 0.0,
     num_proc: int | None = None,
+    **settings,
 ) -> tuple[Dataset, DataReport]:
     """Turns chat rows into training rows with the columns `input_ids`, `loss_mask` (0 or 1) and `row_id` (int64).
 
-    Encoding is a cached `Dataset.map`. Row indices in messages count from 0 in their file.
+    Encoding is a cached `Dataset.map`: rows lie in a file and memory does not grow with them; the same rows,
+    tokenizer, template and settings are encoded once, whichever process asks (a dataset in memory: every time). Row
+    indices in messages count from 0 in their file. Rows without an `id` are numbered over all files.
 
     Args:
-        source: a `datasets.Dataset`, or one or more paths (`.jsonl`, `.json`, `.parquet`).
+        source: a `datasets.Dataset`, one or more paths (`.jsonl`, `.json`, `.parquet`) or names of Hub datasets; see
+            [`~blockdraft.trainer.chat_rows.open_rows`].
         max_length: longer rows lose their end, in tokens.
-        assistant_turns, stop_token_ids, template_kwargs: see `encode_row`.
         max_bad_fraction: up to this fraction of unreadable rows is left out and reported; more is an error.
+        num_proc: processes that encode.
+        settings: the others of [`~blockdraft.trainer.row_encoder.RowEncoder`]: `assistant_turns`, `stop_token_ids`,
+            `template_kwargs`, `train_on_thinking`, `thinking_tags`, `id_prefix`.
 
     Raises:
         ValueError: if too many rows are bad (the first are named by file, row and field) or no row remains.
     """
-    if assistant_turns not in ("all", "last"):
-        raise ValueError(f"assistant_turns must be 'all' or 'last', not {assistant_turns!r}")
-    if max_length < 1:
-        raise ValueError(f"max_length must be positive, not {max_length}")
-    options = {
-        "tokenizer": tokenizer,
-        "assistant_turns": assistant_turns,
-        "stop_token_ids": list(stop_token_ids) if stop_token_ids else None,
-        "template_kwargs": template_kwargs,
-    }
+    encoder = RowEncoder(tokenizer, max_length, **settings)
     parts, first = [], 0
     for name, dataset in (opened := open_rows(source)):
         parts.append(
             dataset.map(
-                _encode_example,
+                _encode_batch,
                 with_indices=True,
-                fn_kwargs={"name": name, "first": first, "max_length": max_length, **options},
+                batched=True,
+                fn_kwargs={"encoder": encoder, "name": name, "first": first},
                 remove_columns=dataset.column_names,
                 features=ENCODED,
                 num_proc=num_proc,
+                # Not the default hash of the arguments: it changes with what a tokenizer did before.
+                new_fingerprint=encoder.fingerprint(dataset._fingerprint, name, first),
                 desc=f"Encoding {Path(name).name}",
             )
         )
         first += len(dataset)
     encoded = concatenate_datasets(parts)
 
-    outcome = encoded.select_columns(["supervised", "truncated", "open", "dropped", "problem"])[:]
-    bad = [problem for problem in outcome["problem"] if problem]
-    if len(bad) > max_bad_fraction * len(encoded):
-        raise ValueError(
-            f"{len(bad)} of {len(encoded)} rows are bad, more than max_bad_fraction={max_bad_fraction} allows:\n  "
-            + "\n  ".join(bad[:5])
-        )
-    good = [not (a or b) for a, b in zip(outcome["problem"], outcome["dropped"], strict=True)]
-    kept = encoded.select([i for i, is_good in enumerate(good) if is_good])
-    report = DataReport(
-        rows=len(encoded),
-        kept=len(kept),
-        truncated=sum(outcome["truncated"]),
-        dropped=dict(Counter(reason for reason in outcome["dropped"] if reason)),
-        bad=bad,
-        open_turns=sum(is_open for is_open, is_good in zip(outcome["open"], good, strict=True) if is_good),
-        supervised_tokens=sum(outcome["supervised"]),
-        provenance=_read_provenance([name for name, _ in opened]),
-    )
-    if not len(kept):
+    report, ids = DataReport(provenance=_read_provenance([name for name, _ in opened])), []
+    for table in encoded.select_columns([*OUTCOME, "row_id"]).with_format("arrow").iter(batch_size=10_000):
+        report.count(table)
+        ids.append(table["row_id"].filter(good_rows(table)).combine_chunks())
+    report.check(max_bad_fraction)
+    if not report.kept:
         raise ValueError(f"data: no row is left to train on: {report}")
-    if report.bad or report.dropped or report.open_turns:
+    if report.kept < len(encoded):
+        kept = {"function": _is_good, "input_columns": ["dropped", "problem"], "batched": True}
+        encoded = encoded.filter(**kept, desc="Leaving out rows")
+    if report.bad or report.dropped or report.open_turns or report.split:
         logger.warning(str(report))
-    return kept.select_columns(["input_ids", "loss_mask", "row_id"]), report
+    if repeated := report.kept - len(pc.unique(pa.chunked_array(ids))):
+        logger.warning(
+            f"{repeated} rows have an `id` that another row has too: where both are in one step, their anchors are "
+            "drawn alike. Give rows ids of their own, or none."
+        )
+    return encoded.select_columns(list(ROW)), report
+
+
+def _encode_batch(batch: dict[str, list], indices: list[int], encoder: RowEncoder, name: str, first: int) -> dict:
+    rows = zip(examples(batch), indices, strict=True)
+    return columns(
+        [part for row, index in rows for part in encoder(row, f"{name}: row {index}", first + index)], ENCODED
+    )
+
+
+def _is_good(dropped: list[str], problem: list[str]) -> list[bool]:
+    return [not (left_out or bad) for left_out, bad in zip(dropped, problem, strict=True)]
+
+
+def prepare_stream(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    max_bad_fraction: float = 0.0,
+    **settings,
+) -> IterableDataset:
+    """Chat rows as a stream of training rows like those of [`prepare_dataset`], encoded while they are read.
+
+    A row without an `id` is named by a hash of its content, whatever the order, shard or worker it is read by. Each
+    process logs what became of its rows, at 1,000 rows, 10,000 and so on. Train with `max_steps`: a trainer starts a
+    stream again at its end, and reads past what it has seen when it resumes. Shuffle it with `stream.shuffle(seed,
+    buffer_size)`.
+
+    Args: those of [`prepare_dataset`]; `max_bad_fraction` applies to the rows so far, counted as 100 at least.
+
+    Raises:
+        ValueError: if the settings cannot be or no row remains; while it is read, if too many rows are bad.
+    """
+    encoder = RowEncoder(tokenizer, max_length, **settings)
+    opened = open_rows(source, streaming=True)
+    _read_provenance([name for name, _ in opened])
+
+    def encoded() -> IterableDataset:
+        return concatenate_datasets(
+            [
+                dataset.map(
+                    _StreamEncoder(encoder, name, max_bad_fraction),
+                    batched=True,
+                    batch_size=STREAM_BATCH,
+                    remove_columns=dataset.column_names or list(next(iter(dataset))),
+                    features=ROW,
+                )
+                for name, dataset in opened
+            ]
+        )
+
+    if next(iter(encoded()), None) is None:
+        raise ValueError(f"data: no row is left to train on in {', '.join(name for name, _ in opened)}")
+    return encoded()
+
+
+class _StreamEncoder:
+    """The map of a stream: leaves out what is bad or dropped, counts it and says so."""
+
+    def __init__(self, encoder: RowEncoder, name: str, max_bad_fraction: float):
+        self.encoder, self.name, self.max_bad_fraction = encoder, name, max_bad_fraction
+        self.report, self.next_log = DataReport(), 1000
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        encoded = []
+        for index, row in enumerate(examples(batch), start=self.report.rows):
+            content = row.get(JSON_LINE) or json.dumps(row, sort_keys=True, default=str)
+            encoded += self.encoder(row, f"{self.name}: row {index} of this process", content)
+        outcome = pa.table(columns(encoded, OUTCOME), schema=OUTCOME.arrow_schema)
+        self.report.count(outcome)
+        self.report.check(self.max_bad_fraction, least_rows=100)
+        if self.report.rows >= self.next_log:
+            logger.warning(f"{self.name}, read by this process: {self.report}")
+            self.next_log *= 10
+        return columns([row for row in encoded if not (row["dropped"] or row["problem"])], ROW)
+
+
+def mix(parts: Sequence[Dataset] | Sequence[IterableDataset], probabilities: Sequence[float], seed: int):
+    """Interleaves sets or streams: each next row comes from one of them, drawn with these probabilities.
+
+    Shorter parts start again until every row of every part was seen once. Give the parts different `id_prefix`es.
+
+    Raises:
+        ValueError: unless there is one positive probability for each part.
+    """
+    if len(probabilities) != len(parts) or not all(probability > 0 for probability in probabilities):
+        raise ValueError(
+            f"data_mix={list(probabilities)} must have one positive share for each of the {len(parts)} sources"
+        )
+    shares = [probability / sum(probabilities) for probability in probabilities]
+    return interleave_datasets(list(parts), shares, seed=seed, stopping_strategy="all_exhausted")
 
 
 @dataclass
 class DraftCollator:
     """Right-pads rows into a batch of `input_ids`, `attention_mask`, `loss_mask` (all `[B, S]` int64, padding 0 in the
-    masks) and `row_id` (`[B]` int64), with `document_ids` (`[B, S]`, 0 for padding) if the rows are packed."""
+    masks) and `row_id` (`[B]` int64), with `document_ids` (`[B, S]`, 0 for padding) and `document_row_ids` (`[B, D]`,
+    padding 0) if the rows are packed."""
 
     pad_token_id: int
 
@@ -213,8 +291,9 @@ class DraftCollator:
             "loss_mask": _pad([row["loss_mask"] for row in rows], 0),
             "row_id": torch.tensor([stable_row_id(row["row_id"]) for row in rows]),
         }
-        if "document_ids" in rows[0]:
-            batch["document_ids"] = _pad([row["document_ids"] for row in rows], 0)
+        for name in ("document_ids", "document_row_ids"):
+            if name in rows[0]:
+                batch[name] = _pad([row[name] for row in rows], 0)
         return batch
 
 

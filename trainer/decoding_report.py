@@ -10,7 +10,8 @@ from .text_loops import is_looping
 
 MAX_TIE_SHARE = 0.01
 OFF = "off"  # the confidence schedule that verifies every drafted token
-HEADLINE = ("prompts", "tau", "tau_without_loops", "looping_share", "speedup")
+GREEDY = "greedy"
+HEADLINE = ("tau", "tau_without_loops", "looping_share", "speedup")
 
 
 @dataclass
@@ -57,6 +58,7 @@ class DecodingReport:
         dtype, device, threads: of the target, for the plain decoders too.
         tie_gap: logits this close are a tie.
         checks_equality: whether answers must equal greedy decoding: an fp32 target, greedy, compared.
+        decoding: "greedy", or the settings of sampling.
     """
 
     block_size: int
@@ -69,6 +71,7 @@ class DecodingReport:
     tie_gap: float
     checks_equality: bool
     answers: list[Answer]
+    decoding: str = GREEDY
 
     @property
     def accepted_lengths(self) -> list[int]:
@@ -156,10 +159,32 @@ class DecodingReport:
     def _seconds(self, part: str) -> float:
         return sum(answer.seconds[part] for answer in self.answers)
 
-    def headline(self) -> dict[str, float]:
-        """The few of [`metrics`] that a model card shows."""
+    @property
+    def protocol(self) -> dict[str, str | int]:
+        """How this was measured: what has to agree between numbers that are compared."""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        protocol = {
+            "decoding": self.decoding,
+            "block_size": self.block_size,
+            "confidence_schedule": self.confidence_schedule,
+            "prompts": len(self.answers),
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": 1,
+            "dtype": self.dtype,
+            "hardware": f"CPU ({threads})" if self.device == "cpu" else self.device,
+        }
+        if self.confidence_schedule == OFF:
+            del protocol["confidence_schedule"]
+        return protocol
+
+    def headline(self) -> dict:
+        """What a model card shows, without what was not measured: a few of [`metrics`], the `protocol` and
+        `acceptance_by_slot`. JSON takes it."""
         metrics = self.metrics()
-        return {name: metrics[name] for name in HEADLINE}
+        headline = {name: metrics[name] for name in HEADLINE if not math.isnan(metrics[name])}
+        if self.accepted_lengths:
+            headline["acceptance_by_slot"] = self.acceptance_by_slot
+        return headline | {"protocol": self.protocol}
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers; the keys are always the same.

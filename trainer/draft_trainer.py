@@ -5,42 +5,63 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
+from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 from transformers.utils import logging
 
 from ..configuration.configuration_draft import target_record
-from ..hub_cards.card import write_card
+from ..hub_cards.card import write_adapter_card, write_card
 from ..modeling.block_attention import block_attention_mask, flex_block_mask
 from ..modeling.pairing import check_pair
 from ..modeling.target_features import capture_features
-from .anchors import Anchors, document_remaining, legal_anchors, sample_anchors, sample_prefix_lengths
+from ..modeling.target_transforms import transform_faults
+from .adapters import adapt, base_draft, check_adapter, check_resumable, describe, recipe, save_adapter
+from .anchors import (
+    Anchors,
+    document_positions,
+    document_remaining,
+    legal_anchors,
+    sample_anchors,
+    sample_prefix_lengths,
+)
 from .data import DraftCollator
 from .evaluation import evaluate_decoding, held_out_prompts
+from .feature_cache import FeatureCache
+from .initialization import calm_output, channel_rms, even_out_channels
+from .muon import MuonAndOther, hidden_matrices
 from .objectives import BlockLoss, BlockTargets, block_loss, build_block_inputs, build_block_targets, slot_weights
+from .packing import Documents, check_documents_apart
+from .pushing import HubPushing
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
 
 # Resuming looks for `checkpoint-N`: what lies in here was not finished.
 UNFINISHED_CHECKPOINTS = "unfinished"
+FITTED_ROWS, LOSS_ROWS = 32, 8  # of the training set: to measure features, and the loss that a new draft has
 EVALUATION_STEP = -1  # evaluation draws the same anchors at every step
 
 
-class DraftTrainer(Trainer):
+class DraftTrainer(HubPushing, Trainer):
     """
     Trains a block-parallel draft against a frozen target.
 
-    A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, optionally `document_ids`
-    `[B, S]` for packed rows. Anchors and prefix lengths are drawn from (seed, global step, row id) unless the batch
+    A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, for packed rows (see
+    [`~blockdraft.trainer.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` too. A
+    `datasets.IterableDataset` trains for `args.max_steps`, starting again where it ends. Anchors and prefix lengths are drawn from (seed, global step, row id) unless the batch
     holds `anchor_positions`, `block_keep_mask` `[B, N]` and `prefix_lengths` `[B, N]`. The loss of an accumulation
     window is the weighted mean over all of its blocks on all ranks.
 
@@ -49,10 +70,13 @@ class DraftTrainer(Trainer):
 
     Args:
         model ([`DraftPreTrainedModel`]): the draft.
-        target (`PreTrainedModel`): the target. It is put into evaluation mode, its parameters lose their gradients,
-            and it is never part of the model, of a checkpoint or of the optimizer.
+        target (`PreTrainedModel`): the target, also with a PEFT adapter. It is put into evaluation mode, all its
+            parameters, an adapter's too, lose their gradients, and it is never part of the model, of a checkpoint or
+            of the optimizer.
         args ([`DraftTrainingArguments`]).
         target_revision (`str`, *optional*): commit or branch the target was loaded at, recorded in the draft's config.
+        peft_config ([`~peft.LoraConfig`], *optional*): trains an adapter instead of the draft, see [`adapt`]; saved is
+            the adapter alone. A `PeftModel` as `model` does the same.
         kwargs: those of [`~transformers.Trainer`]; `processing_class` is the target's tokenizer.
 
     Raises:
@@ -70,18 +94,32 @@ class DraftTrainer(Trainer):
         args: DraftTrainingArguments,
         *,
         target_revision: str | None = None,
+        peft_config: LoraConfig | None = None,
         **kwargs,
     ):
+        if peft_config is not None:
+            model = adapt(model, peft_config)
+        elif isinstance(model, PeftModel):
+            check_adapter(model)
+        check_pair(target, base_draft(model), kwargs.get("processing_class"))
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = DraftCollator(pad_token_id=target.config.get_text_config().pad_token_id or 0)
+        if isinstance(kwargs.get("train_dataset"), IterableDataset):
+            # Without an end no rank runs out before another, and resuming reads past the same rows.
+            kwargs["train_dataset"] = kwargs["train_dataset"].repeat(None)
+            if args.accelerator_config.dispatch_batches is None:
+                args.accelerator_config.dispatch_batches = False  # batches of different widths cannot be dispatched
         super().__init__(model=model, args=args, **kwargs)
         self.loss_is_scaled_for_ga = True
         self._saving = False
+        # PEFT's wrapper goes, its layers stay in the model.
+        target = target.get_base_model() if isinstance(target, PeftModel) else target
         self.target = target.eval().requires_grad_(False)
         if self.place_model_on_device and getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
-        check_pair(target, model, self.processing_class)
-        self.draft_config = self.accelerator.unwrap_model(self.model).config
+        self.draft_config = self.draft.config
+        for fault in transform_faults(self.target, self.draft_config):
+            logger.warning(fault)
         if self.draft_config.slot_layout != self.slot_layout:
             raise ValueError(
                 f"{type(self).__name__} trains drafts with `slot_layout` {self.slot_layout!r}, not "
@@ -97,7 +135,8 @@ class DraftTrainer(Trainer):
         if unused := args.unused_settings(self.loss_type):
             logger.warning(f"The objective {self.loss_type} does not use {', '.join(unused)}.")
         self.prepare_draft()
-        self._target_takes_documents = "document_ids" in inspect.signature(target.base_model.forward).parameters
+        self._target_takes = inspect.signature(target.base_model.forward).parameters
+        self._documents_apart = False
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
         self.draft_config.objective = {
             "loss_type": self.loss_type,
@@ -105,7 +144,24 @@ class DraftTrainer(Trainer):
             "num_anchors": args.num_anchors,
         } | self.objective_settings()
         self._window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
-        self.card_metrics: dict[str, dict[str, float]] | None = None
+        self._features = FeatureCache(Path(args.output_dir)) if args.cache_features else None
+        # By data set, `DecodingReport.headline()` of the final weights, for their card.
+        self.card_metrics: dict[str, dict] | None = None
+        self.data_record: dict = {}  # what the configuration's `training` says of the data
+        self._decoded: tuple[int, dict[str, dict]] = (-1, {})  # the step of the last evaluation, and what it gave
+        if self.adapter is not None and args.activation_checkpointing:
+            self.draft.enable_input_require_grads()
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        """The draft itself, with its adapter's layers in it where it has one."""
+        return base_draft(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def adapter(self) -> PeftModel | None:
+        """The draft with its adapter, if an adapter is what is trained."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model if isinstance(model, PeftModel) else None
 
     def prepare_draft(self) -> None:
         """What an objective has to check or set before training."""
@@ -121,13 +177,58 @@ class DraftTrainer(Trainer):
             return {"prefix_weight_base": self.args.prefix_weight_base}
         return {}
 
+    # ---- the start ----------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """[`~transformers.Trainer.train`]; a draft that was never trained is fitted to its target first."""
+        untrained = self.draft_config.training is None and self.adapter is None and not resume_from_checkpoint
+        if self.args.fit_to_target and untrained:
+            self.fit_to_target()
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    @torch.no_grad()
+    def fit_to_target(self) -> None:
+        """Scales what reads the target's features and what its head reads; see [`blockdraft.trainer.initialization`].
+
+        Measured on the first rows of the training set, the same on every rank.
+        """
+        size, rows = self.args.per_device_train_batch_size, list(islice(self.train_dataset, FITTED_ROWS))
+
+        def batches(rows: list[dict]) -> Iterator[dict[str, torch.Tensor]]:
+            for start in range(0, len(rows), size):
+                yield self._prepare_inputs(self.data_collator(rows[start : start + size]))
+
+        def loss() -> float:
+            total = self.loss_class.zeros(self.draft_config.block_size, self.args.device)
+            for batch in batches(rows[:LOSS_ROWS]):
+                self.place_blocks(batch, EVALUATION_STEP)
+                with self.compute_loss_context_manager():
+                    total = total + self.block_loss(self.model, batch)
+            return total.cross_entropy.item()
+
+        features = (self.target_features(batch)[batch["loss_mask"].bool()] for batch in batches(rows))
+        even_out_channels(self.draft.context_projection, channel_rms(features))
+        self.model.eval()
+        scale = calm_output(self.draft.output_norm, loss, self.draft_config.vocab_size)
+        logger.info(f"The draft was fitted to its target's features; its final norm starts at {scale:.3g}.")
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The one that `args.optim` names, with Muon for the weight matrices beside AdamW."""
+        given = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # Muon needs whole matrices
+        if given or sharded or self.adapter is not None or not self.args.muon or type(optimizer) is not torch.optim.AdamW:
+            return optimizer
+        self.optimizer = MuonAndOther(optimizer, hidden_matrices(self.draft))
+        return self.optimizer
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.Tensor:
         """Places the blocks of an accumulation window and sums their loss weights over micro-batches and ranks."""
         for batch in batch_samples:
             self.place_blocks(batch, self.state.global_step)
-            self._window.count_rows(batch["block_keep_mask"])
+            self._window.count_rows(batch, self.draft_config.mask_token_id)
         weights = [self.block_weights(batch).sum() for batch in batch_samples]
         total = torch.stack(weights).sum().to(device) if weights else torch.zeros((), device=device)
         return self.accelerator.gather(total).sum()
@@ -138,6 +239,12 @@ class DraftTrainer(Trainer):
             raise ValueError(
                 "The batch has no `row_id`: anchors are drawn by it. Give every row of the dataset a stable id."
             )
+        if "document_ids" in batch and "anchor_positions" not in batch:
+            # Each document gets the blocks that it would get in a row of its own.
+            documents = Documents(batch)
+            self.place_blocks(documents.rows, step)
+            batch.update(documents.placed())
+            return
         args, block_size, row_ids = self.args, self.draft_config.block_size, batch["row_id"].tolist()
         if "anchor_positions" not in batch:
             legal = self.legal_anchors(batch["loss_mask"], batch["attention_mask"].sum(-1), self.remaining(batch))
@@ -170,7 +277,10 @@ class DraftTrainer(Trainer):
 
     def _block_targets(self, batch: dict) -> BlockTargets:
         anchors = (batch["anchor_positions"], batch["block_keep_mask"])
-        return build_block_targets(batch["input_ids"], batch["loss_mask"], *anchors, self.draft_config.block_size)
+        size, remaining = self.draft_config.block_size, self.remaining(batch)
+        return build_block_targets(
+            batch["input_ids"], batch["loss_mask"], *anchors, size, document_remaining=remaining
+        )
 
     def compute_loss(
         self,
@@ -191,18 +301,23 @@ class DraftTrainer(Trainer):
     def block_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> BlockLoss:
         """The loss sums of a batch whose blocks are placed."""
         anchors = (inputs["anchor_positions"], inputs["block_keep_mask"])
-        draft = self.accelerator.unwrap_model(self.model)
+        draft = self.draft
         config, prefix_lengths = self.draft_config, inputs.get("prefix_lengths", 1)
         head = self.target.get_output_embeddings()
         block_ids = build_block_inputs(
-            inputs["input_ids"], *anchors, config.block_size, config.mask_token_id, prefix_lengths
+            inputs["input_ids"],
+            *anchors,
+            config.block_size,
+            config.mask_token_id,
+            prefix_lengths,
+            self.remaining(inputs),
         )
         with torch.no_grad():
             noise_embeds = draft.embed_block(block_ids, self.target.get_input_embeddings())
         make_mask = flex_block_mask if config._attn_implementation == "flex_attention" else block_attention_mask
         hidden_states = model(
             noise_embeds=noise_embeds,
-            context_hidden_states=self.target_features(inputs),
+            context_hidden_states=self.kept_states(inputs, lambda batch: (self.target_features(batch),))[0],
             attention_mask=make_mask(
                 *anchors,
                 inputs["input_ids"].shape[1],
@@ -213,7 +328,7 @@ class DraftTrainer(Trainer):
             ),
         ).last_hidden_state
         return block_loss(
-            hidden_states.to(head.weight.dtype),
+            hidden_states,
             partial(draft.compute_logits, lm_head=head),
             self._block_targets(inputs),
             prefix_lengths,
@@ -221,9 +336,27 @@ class DraftTrainer(Trainer):
             self.args.loss_chunk_size,
         )
 
+    def kept_states(
+        self, inputs: dict[str, torch.Tensor], compute: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
+        """`compute(inputs)`; in training with `cache_features`, from disk where an earlier epoch has computed it."""
+        if self._features is None or not self.model.training:
+            return compute(inputs)
+        return self._features.states(inputs, compute)
+
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """`[B, S, features * hidden_size]`: one frozen forward, ended after the last layer that the draft reads."""
+        self.check_packing(inputs)
+        return self._read_features(inputs)
+
+    def check_packing(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Refuses packed rows where the target mixes their documents; tried on the first that come."""
+        if "document_ids" in inputs and not self._documents_apart:
+            check_documents_apart(self.target, self._read_features, inputs)
+            self._documents_apart = True
+
+    def _read_features(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         config = self.draft_config
         with capture_features(
             self.target, config.target_layer_ids, config.capture_point, stop_after_last=True
@@ -235,13 +368,11 @@ class DraftTrainer(Trainer):
         """What the target's forward gets for a batch."""
         if "document_ids" not in inputs:
             context = {"attention_mask": inputs["attention_mask"]}
-        elif self._target_takes_documents:
+        elif "document_ids" in self._target_takes:
             context = {"document_ids": inputs["document_ids"]}
         else:
-            raise ValueError(
-                f"The rows are packed (`document_ids`), but {type(self.target).__name__} cannot keep documents apart. "
-                "Train on unpacked rows."
-            )
+            # Without an attention mask, transformers' own mask begins anew wherever the positions do.
+            context = {"position_ids": document_positions(inputs["document_ids"])}
         return {"input_ids": inputs["input_ids"], "use_cache": False} | context
 
     # ---- evaluation and logs ------------------------------------------------------------------------------------
@@ -258,7 +389,7 @@ class DraftTrainer(Trainer):
         with torch.no_grad():
             for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
                 self.place_blocks(batch, EVALUATION_STEP)
-                window.count_rows(batch["block_keep_mask"])
+                window.count_rows(batch, self.draft_config.mask_token_id)
                 window.add(self.block_loss(self.model, self._prepare_inputs(batch)))
         metrics = window.metrics(self.accelerator)
         if self.args.eval_decode_prompts:
@@ -280,19 +411,26 @@ class DraftTrainer(Trainer):
         if self.accelerator.is_main_process:
             report = evaluate_decoding(
                 self.target,
-                self.accelerator.unwrap_model(self.model),
+                self.draft,
                 held_out_prompts(dataset, self.args.eval_decode_prompts),
                 max_new_tokens=self.args.eval_max_new_tokens,
                 compare_with_plain=False,
                 disable_tqdm=self.args.disable_tqdm,
             )
             metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
+            self._decoded = (self.state.global_step, {"held-out prompts": report.headline()})
         return broadcast_object_list([metrics])[0]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds accuracy, estimated tau, acceptance by slot, supervised tokens a second and rows without an anchor."""
         if "loss" in logs:
             logs = self._window.metrics(self.accelerator) | logs  # the loss stays the Trainer's own, a mean over steps
+            if "mask_tokens_in_answers" in logs:
+                logger.warning_once(
+                    f"The answers hold `mask_token_id` {self.draft_config.mask_token_id}: there a draft cannot tell a "
+                    "known token from a masked slot. `propose_mask_token_ids(tokenizer, vocab_size, rows)` lists "
+                    "better ones."
+                )
             self._window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
         super().log(logs, start_time)
 
@@ -309,6 +447,9 @@ class DraftTrainer(Trainer):
         self._saving = True
         try:
             super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:  # how the writers report a full disk
+            shutil.rmtree(run_dir / UNFINISHED_CHECKPOINTS, ignore_errors=True)  # it may be what fills it
+            raise OSError(f"{name} could not be saved ({error}); the checkpoints before it are complete.") from error
         finally:
             self._saving = False
         self.accelerator.wait_for_everyone()
@@ -321,6 +462,8 @@ class DraftTrainer(Trainer):
         shutil.rmtree(final, ignore_errors=True)
         os.replace(staged, final)
         shutil.rmtree(run_dir / UNFINISHED_CHECKPOINTS)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
         rotate_checkpoints(
             output_dir=str(run_dir),
             save_total_limit=self.args.save_total_limit,
@@ -329,18 +472,35 @@ class DraftTrainer(Trainer):
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Weights, configuration with provenance, code, tokenizer and card; no pickled arguments."""
+        """Weights, configuration with provenance, code, tokenizer and card, or an adapter and its card; no pickled
+        arguments."""
         directory = Path(output_dir or self.args.output_dir)
         self.draft_config.training = self._provenance()
+        if self.adapter is not None:
+            if self.args.should_save:
+                save_adapter(directory, self.adapter, state_dict)
+                write_adapter_card(directory, self.draft_config, describe(self.adapter), self._metrics_of_weights())
+            return
         super()._save(str(directory), state_dict)
         if self.args.should_save:
             (directory / "training_args.bin").unlink(missing_ok=True)
-            write_card(directory, self.draft_config, self.card_metrics)
+            write_card(directory, self.draft_config, self._metrics_of_weights())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_resumable(self.adapter or self.draft, resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _metrics_of_weights(self) -> dict[str, dict] | None:
+        """What was set for the final weights, or else what an evaluation at this very step decoded."""
+        step, metrics = self._decoded
+        if not self._saving and (self.card_metrics or self.args.load_best_model_at_end):
+            return self.card_metrics
+        return metrics if step == self.state.global_step else None
 
     def _provenance(self) -> dict:
         args = self.args
         batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return {
+        provenance = {
             "global_step": self.state.global_step,
             "epoch": self.state.epoch,
             "batch_size": batch_size,
@@ -349,29 +509,38 @@ class DraftTrainer(Trainer):
             "seed": args.seed,
             "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
             "versions": {name: version(name) for name in ("blockdraft", "transformers", "torch")},
+            "train_rows": len(self.train_dataset) if has_length(self.train_dataset) else None,
+            "license": args.license,
+            "datasets": args.datasets,
+            "adapter": None if self.adapter is None else recipe(self.adapter),
         }
+        return {name: value for name, value in provenance.items() if value is not None} | self.data_record
 
 
 class LogWindow:
-    """Sums of block losses since the last log, and how many rows had no anchor."""
+    """Sums of block losses since the last log, how many rows had no anchor, how often answers held the mask token."""
 
     def __init__(self, loss_class: type[BlockLoss], block_size: int, device: torch.device):
         self._total = loss_class.zeros(block_size, device)
-        self._rows = torch.zeros(2, device=device)  # all, and those without an anchor
+        self._rows = torch.zeros(3, device=device)  # all, those without an anchor, mask tokens in answers
         self._start = time.perf_counter()
 
     def add(self, loss: BlockLoss) -> None:
         self._total = self._total + loss
 
-    def count_rows(self, keep: torch.Tensor) -> None:
-        counts = torch.stack([torch.tensor(len(keep)), (~keep.any(-1)).sum().cpu()])
+    def count_rows(self, batch: dict[str, torch.Tensor], mask_token_id: int) -> None:
+        keep = batch["block_keep_mask"]
+        masks = (batch["input_ids"] == mask_token_id) & batch["loss_mask"].bool()
+        counts = torch.stack([torch.tensor(len(keep)), (~keep.any(-1)).sum().cpu(), masks.sum().cpu()])
         self._rows += counts.to(self._rows.device)
 
     def metrics(self, accelerator) -> dict[str, float]:
         """Ratios of the sums over all ranks; a slot's acceptance counts it and every slot before it as right."""
         total = type(self._total)(**accelerator.reduce(vars(self._total)))
-        rows, without_anchor = accelerator.reduce(self._rows).tolist()
+        rows, without_anchor, masks = accelerator.reduce(self._rows).tolist()
         metrics = {"rows_without_anchor": without_anchor / max(rows, 1)}
+        if masks:
+            metrics["mask_tokens_in_answers"] = masks
         if total.valid_blocks:
             estimates = total.metrics()
             metrics |= {

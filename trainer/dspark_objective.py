@@ -102,11 +102,15 @@ class DSparkLoss(BlockLoss):
     confidence_cumulative_bias: Tensor
     confidence_weight: Tensor
 
+    @property
+    def cross_entropy(self) -> Tensor:
+        return self.ce_sum / (self.weight + 1e-6)
+
     def metrics(self) -> dict[str, float]:
         """Those of [`BlockLoss`], the terms, acceptance by slot as the target's distribution has it, and how far the
         confidence is from it. Teacher-forced, hence optimistic."""
         weight = self.weight + 1e-6
-        metrics = super().metrics() | {"ce_loss": (self.ce_sum / weight).item()}
+        metrics = super().metrics() | {"ce_loss": self.cross_entropy.item()}
         if self.compared_blocks:
             metrics["l1_loss"] = (self.l1_sum / weight).item()
             metrics["estimated_tau_sampled"] = (self.accept_length / self.compared_blocks).item()

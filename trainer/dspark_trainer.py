@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..modeling.target_features import capture_features
 from .anchors import document_positions, legal_dspark_anchors
@@ -18,6 +19,8 @@ from .dspark_objective import (
 from .expert_balance import ExpertBalance
 from .objectives import build_block_inputs, slot_weights
 from .training_args import DraftTrainingArguments
+
+logger = logging.get_logger(__name__)
 
 
 class _HeadReached(BaseException):
@@ -46,7 +49,7 @@ class DSparkTrainer(DraftTrainer):
 
     def prepare_draft(self) -> None:
         """Freezes a confidence head that is off, and watches the routers."""
-        args, draft = self.args, self.accelerator.unwrap_model(self.model)
+        args, draft = self.args, self.draft
         if draft.confidence_head is not None and args.confidence_head_alpha == 0:
             draft.confidence_head.requires_grad_(False)
         confidence = args.confidence_head_alpha if draft.confidence_head is not None else 0.0
@@ -56,7 +59,13 @@ class DSparkTrainer(DraftTrainer):
                 "`ce_loss_alpha`, `l1_loss_alpha` and `confidence_head_alpha` (counted as 0 where the draft has no "
                 "confidence head) are all 0: nothing would be trained."
             )
-        self.expert_balance = ExpertBalance(draft, args.expert_bias_step)
+        bias_step = args.expert_bias_step
+        if self.adapter is not None:
+            # The routers' bias is the base's, and an adapter is loaded onto the base as it was.
+            if bias_step not in (0, DraftTrainingArguments.expert_bias_step):
+                logger.warning("`expert_bias_step` is not used: an adapter leaves the base's routers as they are.")
+            bias_step = 0.0
+        self.expert_balance = ExpertBalance(draft, bias_step)
         self.add_callback(self.expert_balance)
 
     def objective_settings(self) -> dict:
@@ -65,7 +74,7 @@ class DSparkTrainer(DraftTrainer):
             "l1_loss_alpha": self.alphas.l1,
             "confidence_head_alpha": self.alphas.confidence,
             "confidence_head_stop_gradient": self.args.confidence_head_stop_gradient,
-            "expert_bias_step": self.args.expert_bias_step,
+            "expert_bias_step": self.expert_balance.bias_step,
         }
 
     def legal_anchors(
@@ -87,15 +96,15 @@ class DSparkTrainer(DraftTrainer):
     def block_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> DSparkLoss:
         """The loss sums of a batch whose blocks are placed."""
         anchors, keep = inputs["anchor_positions"], inputs["block_keep_mask"]
-        draft = self.accelerator.unwrap_model(self.model)
+        draft = self.draft
         config, targets = self.draft_config, self._block_targets(inputs)
         block_ids = build_block_inputs(inputs["input_ids"], anchors, keep, config.block_size, config.mask_token_id)
         with torch.no_grad():
             noise_embeds = draft.embed_block(block_ids, self.target.get_input_embeddings())
         if self.alphas.need_teacher:
-            features, last_hidden = self.target_states(inputs)
+            features, last_hidden = self.kept_states(inputs, self.target_states)
         else:
-            features = self.target_features(inputs)
+            [features] = self.kept_states(inputs, lambda batch: (self.target_features(batch),))
         self.expert_balance.counted_tokens = keep.repeat_interleave(config.block_size, dim=1)
         output = model(
             noise_embeds=noise_embeds,
@@ -123,7 +132,7 @@ class DSparkTrainer(DraftTrainer):
     ) -> SlotPredictions:
         """Predictions of n slots from the draft's output `[n, H]` (twice), the tokens before them `[n]` and what the
         target's head reads there `[n, H]`."""
-        draft, head = self.accelerator.unwrap_model(self.model), self.target.get_output_embeddings()
+        draft, head = self.draft, self.target.get_output_embeddings()
         logits, teacher_logits, confidence = draft.compute_logits(hidden_states, head), None, None
         if draft.markov_head is not None:
             transitions, embeddings = draft.markov_head(previous_token_ids)
@@ -154,6 +163,7 @@ class DSparkTrainer(DraftTrainer):
         The draft's features `[B, S, features * hidden_size]` and the states that the target's LM head reads
         `[B, S, hidden_size]`, from one frozen forward that ends there.
         """
+        self.check_packing(inputs)
         config, read = self.draft_config, []
 
         def keep_and_stop(head: nn.Module, args: tuple) -> None:

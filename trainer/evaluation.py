@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from ..modeling.block_decoding import block_decode, num_candidates
+from ..modeling.block_decoding import block_decode
 from ..modeling.confidence_schedule import ConfidenceThreshold, CostTable
 from ..modeling.plain_decoding import plain_decode
-from .decoding_report import OFF, Answer, DecodingReport
+from .decoding_report import GREEDY, OFF, Answer, DecodingReport
 
 logger = logging.get_logger(__name__)
 
@@ -263,17 +263,34 @@ def _evaluate(
     settings = {
         "max_new_tokens": max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
+        "device": _device_name(target.device),
         "threads": torch.get_num_threads(),
         "tie_gap": KIMI_K3_TIE_GAP if target.config.model_type.startswith("kimi_k3") else TIE_GAP,
         "checks_equality": check_equality and target.dtype == torch.float32,
+        "decoding": _decoding(config, target.generation_config),
     }
     reports = []
     for way, column in zip(served, answers, strict=True):
         with served_block_size(draft, way.block_size):
-            drafted = num_candidates(draft.config)
+            drafted = draft.config.num_drafted
         reports.append(DecodingReport(way.block_size, drafted, way.schedule_name, **settings, answers=column))
     return reports
+
+
+def _decoding(config: GenerationConfig, defaults: GenerationConfig) -> str:
+    """Name of how answers are chosen; what the caller leaves open is the target's own setting."""
+    names = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+    do_sample, *values = [
+        getattr(defaults, name) if getattr(config, name) is None else getattr(config, name) for name in names
+    ]
+    if not do_sample:
+        return GREEDY
+    settings = [f"{name} {value:g}" for name, value in zip(names[1:], values, strict=True) if value is not None]
+    return " ".join(["sampling", *settings])
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _run(

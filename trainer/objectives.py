@@ -73,6 +73,11 @@ class BlockLoss:
         return self.loss_sum / (self.weight + 1e-6)
 
     @property
+    def cross_entropy(self) -> Tensor:
+        """Weighted mean cross entropy of this batch with its labels, in nats."""
+        return self.loss
+
+    @property
     def accept_len_sum(self) -> Tensor:
         """Estimated tokens committed by verifying each block once, the target's bonus included, summed over blocks."""
         return self.slot_accepted.sum() + self.valid_blocks
@@ -92,6 +97,7 @@ def build_block_inputs(
     block_size: int,
     mask_token_id: int,
     prefix_lengths: Tensor | int = 1,
+    document_remaining: Tensor | None = None,
 ) -> Tensor:
     """Token ids of the noise blocks: the known prefix, then masks; masks alone in padded blocks.
 
@@ -100,6 +106,7 @@ def build_block_inputs(
         anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool): the anchors.
         block_size (`int`), mask_token_id (`int`): slots of a block and the token of the unknown ones.
         prefix_lengths (`[B, N]` int64 or `int`): known slots of each block, the anchor included.
+        document_remaining (`[B, S]` int, *optional*): packed rows: nothing is known past the anchor's document.
 
     Returns:
         `[B, N * block_size]` int64.
@@ -107,6 +114,8 @@ def build_block_inputs(
     slots = torch.arange(block_size, device=input_ids.device)
     positions = anchor_positions[..., None] + slots
     known = block_keep_mask[..., None] & (slots < _per_block(prefix_lengths)) & (positions < input_ids.shape[1])
+    if document_remaining is not None:
+        known = known & (slots <= document_remaining.gather(1, anchor_positions)[..., None])
     return torch.where(known, _gather(input_ids, positions), mask_token_id).flatten(1)
 
 
@@ -127,7 +136,7 @@ def build_block_targets(
         block_size (`int`): slots of a block.
         label_start (`int`): 0 where slot 0 holds the anchor's own place (1+N), 1 where it predicts the next token (N).
         document_remaining (`[B, S]` int, *optional*): tokens after each position in its document; labels past the end
-            of the anchor's document are dropped. Legal anchors never have such labels with `label_start=0`.
+            of the anchor's document are dropped.
     """
     assert label_start in (0, 1)
     offsets = label_start + torch.arange(block_size, device=input_ids.device)

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from ..hub_cards.plots import BLUE, GREY, ORANGE, acceptance_figure, new_axes, new_panels, shades
 from ..modeling.atomic_save import staged_directory
 from .calibration_report import CalibrationReport, ReliabilityBins
 from .decoding_report import DecodingReport, column_names, decoding_table, without_nan
@@ -20,7 +21,6 @@ CAPTIONS = {
     ROUND: "Where the time of a round goes",
 }
 MIN_BIN_ROUNDS = 10  # of a point in the reliability plot
-BLUE, ORANGE, GREEN, GREY = "#3b6ea8", "#d9822b", "#5a9e6f", "#8a8a8a"
 PART_COLOURS = {"target": BLUE, "draft": ORANGE, "rest": GREY}
 
 
@@ -76,10 +76,10 @@ def reliability_plot(report: CalibrationReport):
     """Of each slot and bin of the test rounds, the share that was accepted over what the head said, before and after:
     a matplotlib `Figure`. A calibrated head lies on the diagonal. A marker's area shows a bin's rounds; bins with
     fewer than 10 are left out."""
-    figure, panels = _panels("cumulative confidence", "accepted (%)", columns=2)
+    figure, panels = new_panels("cumulative confidence", "accepted (%)", columns=2)
     for axes, title, reliability in zip(panels, ("before", "after"), (report.before, report.after), strict=True):
         axes.plot([0, 1], [0, 100], color=GREY, linewidth=1, linestyle="--")
-        for slot, (bins, colour) in enumerate(zip(reliability.bins, _shades(len(reliability.bins)), strict=True), 1):
+        for slot, (bins, colour) in enumerate(zip(reliability.bins, shades(len(reliability.bins)), strict=True), 1):
             _plot_bins(axes, bins, colour, f"slot {slot}")
         axes.set_title(f"{title}: ECE {reliability.mean_ece:.3f}", fontsize=10)
         axes.set_xlim(0, 1)
@@ -110,39 +110,10 @@ def _write(folder: str | os.PathLike, name: str, text: list[str], values: dict, 
     return Path(folder) / f"{name}.md"
 
 
-def _axes(xlabel: str, ylabel: str, height: float = 3.6):
-    """A figure and its one pair of axes."""
-    figure, [axes] = _panels(xlabel, ylabel, height=height)
-    return figure, axes
-
-
-def _panels(xlabel: str, ylabel: str, height: float = 3.6, columns: int = 1):
-    """A figure and its axes, side by side. Made without pyplot, so no global state and no display is touched."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4 + 2.4 * (columns - 1), height), layout="constrained")
-    panels = figure.subplots(1, columns, squeeze=False, sharey=True)[0]
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_xlabel(xlabel)
-    panels[0].set_ylabel(ylabel)
-    return figure, panels
-
-
-def _shades(count: int) -> list:
-    """One colour for each line, the last darkest."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    colours = LinearSegmentedColormap.from_list("blocks", ["#a9c4e0", BLUE, "#1d3b5f"])
-    return [BLUE] if count == 1 else [colours(i / (count - 1)) for i in range(count)]
-
-
 def _curves(log_history: list[dict], ylabel: str, styles: dict[str, dict]):
     """A figure of logged values over steps, each by its key with matplotlib's settings of its line; `None` if there is
     none of them."""
-    figure, axes = _axes("optimizer step", ylabel)
+    figure, axes = new_axes("optimizer step", ylabel)
     for key, style in styles.items():
         if points := [(entry["step"], entry[key]) for entry in log_history if key in entry]:
             axes.plot(*zip(*points, strict=True), **({"linewidth": 1.8, "markersize": 4} | style))
@@ -167,7 +138,7 @@ def _learned(log_history: list[dict]):
     slots = sorted({int(key.removeprefix(prefix)) for entry in log_history for key in entry if key.startswith(prefix)})
     styles = {
         f"{prefix}{slot}": {"label": f"slot {slot}", "color": colour}
-        for slot, colour in zip(slots, _shades(len(slots)), strict=True)
+        for slot, colour in zip(slots, shades(len(slots)), strict=True)
     }
     return _curves(log_history, "blocks right up to the slot", styles)
 
@@ -186,22 +157,14 @@ def _labels(reports: list[DecodingReport]) -> list[str]:
 
 
 def _acceptance(reports: list[DecodingReport]):
-    figure, axes = _axes("drafted token of the block", "rounds that accept the slot (%)")
-    for report, name, colour in zip(reports, _labels(reports), _shades(len(reports)), strict=True):
-        shares = [100 * share for share in report.acceptance_by_slot]
-        label = f"{name}, tau {report.tau:.2f}"
-        slots = range(1, report.drafted + 1)
-        axes.plot(slots, shares, color=colour, marker="o", linewidth=1.8, markersize=4, label=label)
-    axes.set_ylim(0, 100)
-    axes.set_xticks(range(1, max(report.drafted for report in reports) + 1))
-    axes.legend(frameon=False)
-    return figure
+    named = zip(_labels(reports), reports, strict=True)
+    return acceptance_figure([(f"{name}, tau {report.tau:.2f}", report.acceptance_by_slot) for name, report in named])
 
 
 def _lengths(reports: list[DecodingReport]):
-    figure, axes = _axes("tokens committed by a round", "% of rounds")
+    figure, axes = new_axes("tokens committed by a round", "% of rounds")
     width = 0.8 / len(reports)
-    for i, (report, name, colour) in enumerate(zip(reports, _labels(reports), _shades(len(reports)), strict=True)):
+    for i, (report, name, colour) in enumerate(zip(reports, _labels(reports), shades(len(reports)), strict=True)):
         rounds = len(report.accepted_lengths)
         shift = (i - (len(reports) - 1) / 2) * width
         places = [length + shift for length in report.histogram]
@@ -216,7 +179,7 @@ def _round_time(reports: list[DecodingReport]):
     bars = {name: report.round_seconds for name, report in zip(_labels(reports), reports, strict=True)}
     if reports[0].plain_tokens_per_second:
         bars = {"plain step": {"target": reports[0].plain_step_seconds}} | bars
-    figure, axes = _axes("time (ms)", "", height=1.3 + 0.45 * len(bars))
+    figure, axes = new_axes("time (ms)", "", height=1.3 + 0.45 * len(bars))
     for place, parts in enumerate(bars.values()):
         left = 0.0
         for part, seconds in parts.items():

@@ -1,9 +1,12 @@
 """Training arguments of block-parallel drafts; the defaults are the papers'."""
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
+
+from ..hub_cards.card_rules import check_datasets, check_license
 
 # Each objective with the settings that only it reads. A draft's block layout decides which objectives it can have.
 OBJECTIVES = {
@@ -67,10 +70,36 @@ class DraftTrainingArguments(TrainingArguments):
     loss_chunk_size: int = field(
         default=1024, metadata={"help": "Supervised slots whose logits are in memory at the same time."}
     )
+    muon: bool = field(
+        default=True,
+        metadata={
+            "help": "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW; an "
+            "adapter, FSDP and DeepSpeed go without."
+        },
+    )
+    fit_to_target: bool = field(
+        default=True,
+        metadata={"help": "Start a new draft at the scale of the target's features and of its head."},
+    )
+    cache_features: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the target's states of every row on disk during the run, so that only the first epoch runs the "
+            "target. A token takes the width of its features (layers read times hidden size) in the target's dtype."
+        },
+    )
     eval_decode_prompts: int = field(
         default=16, metadata={"help": "Held-out prompts that evaluation decodes for real; 0 for the loss alone."}
     )
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of such a decode."})
+    license: str | None = field(
+        default=None,
+        metadata={"help": "Licence of the draft, for its card, as the Hub names it, e.g. apache-2.0."},
+    )
+    datasets: list[str] | None = field(
+        default=None,
+        metadata={"help": "Hub ids of the datasets that the training data come from, for the card."},
+    )
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})
@@ -94,6 +123,18 @@ class DraftTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
+        if self.license is not None:
+            check_license(self.license)
+        check_datasets(self.datasets or [])
+        if local := [name for name in self.datasets or [] if os.path.exists(name)]:
+            raise ValueError(
+                f"`datasets` has {local[0]!r}, which lies here: name Hub datasets only, they are for the card."
+            )
+        if self.hub_token is not None:
+            raise ValueError(
+                "`hub_token` is not taken, it would end up in files and logs: log in with `hf auth login`, or set the "
+                "environment variable HF_TOKEN."
+            )
         if self.n_gpu > 1:
             raise ValueError(
                 "Several GPUs in one process (DataParallel) are not supported. Start with `accelerate launch` or "

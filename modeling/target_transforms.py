@@ -1,0 +1,100 @@
+"""Whether a draft repeats what its target does to embeddings and logits, measured on the loaded target.
+
+A configuration says it in settings that differ from architecture to architecture (see [`target_settings`]); a target
+whose architecture is not known there shows here what it does.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..configuration.configuration_draft import DraftConfig
+from .target_features import decoder_layers
+
+TRIAL_TOKENS = 8
+
+
+@torch.no_grad()
+def transform_faults(target: PreTrainedModel, config: DraftConfig) -> list[str]:
+    """Runs the target on a few tokens and compares what it does with the draft's settings.
+
+    Args:
+        target: the loaded target, without a wrapper around it.
+        config: the draft's.
+
+    Returns:
+        One line for each setting that differs, with the value to set where there is one. Positions and norms that the
+        target adds to its embeddings are no fault: the draft has its own.
+    """
+    seen = _run(target, config.vocab_size)
+    if "head_output" not in seen:
+        return ["The target makes its logits without calling `get_output_embeddings()`, as a draft's are made."]
+    faults = []
+    for name, width in (("embedding", seen["embeds"].shape[-1]), ("head", seen["head_input"].shape[-1])):
+        if width != config.hidden_size:
+            faults.append(f"`hidden_size` is {config.hidden_size}, but the target's {name} is {width} wide.")
+    return faults + _logit_faults(seen, config) + _embedding_faults(seen, config)
+
+
+def _run(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tensor]:
+    seen, embedding, head = {}, target.get_input_embeddings(), target.get_output_embeddings()
+
+    def keep_embeds(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen["embeds"] = output
+
+    def keep_first_layers_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen["first_input"] = args[0] if args else kwargs["hidden_states"]
+
+    def keep_head(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen["head_input"], seen["head_output"] = args[0], output
+
+    hooks = [
+        embedding.register_forward_hook(keep_embeds),
+        decoder_layers(target)[0].register_forward_pre_hook(keep_first_layers_input, with_kwargs=True),
+        head.register_forward_hook(keep_head),
+    ]
+    try:
+        input_ids = torch.linspace(0, vocab_size - 1, TRIAL_TOKENS).long()[None].to(embedding.weight.device)
+        seen["logits"] = target(input_ids=input_ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
+    raw, logits = seen["head_output"].float(), seen["logits"].float().to(seen["head_output"].device)
+    if raw.shape != logits.shape:
+        return [f"The target cuts its {raw.shape[-1]} logits to {logits.shape[-1]}; a draft proposes from all."]
+    expected = raw * config.output_multiplier
+    if (cap := config.final_logit_softcapping) is not None:
+        expected = cap * torch.tanh(expected / cap)
+    difference = (logits - expected).abs().max().item()
+    if difference <= _tolerance(seen["logits"]):
+        return []
+    factor = _factor(raw, logits, seen["logits"])
+    mend = "" if factor is None else f"; set `output_multiplier` to {factor:.6g} and no `final_logit_softcapping`"
+    return [
+        f"The draft's logits are up to {difference:.3g} from the target's: it has `output_multiplier` "
+        f"{config.output_multiplier:.6g} and `final_logit_softcapping` {cap}{mend}."
+    ]
+
+
+def _embedding_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
+    embeds, first = seen["embeds"].float(), seen["first_input"]
+    if first.shape != embeds.shape:
+        return []
+    factor = _factor(embeds, first.float().to(embeds.device), first)
+    if factor is None or abs(factor - config.input_embedding_scale) <= 1e-2 * factor:
+        return []
+    return [f"`input_embedding_scale` is {config.input_embedding_scale:.6g}; the target multiplies by {factor:.6g}."]
+
+
+def _tolerance(values: torch.Tensor) -> float:
+    return 16 * torch.finfo(values.dtype).eps * values.float().abs().max().item()
+
+
+def _factor(before: torch.Tensor, after: torch.Tensor, rounded: torch.Tensor) -> float | None:
+    """The one number that turns `before` into `after`, or `None`."""
+    factor = ((before * after).sum() / before.square().sum()).item()
+    return factor if (before * factor - after).abs().max().item() <= _tolerance(rounded) else None

@@ -1,0 +1,321 @@
+"""LoRA and DoRA adapters of drafts: on which base they stand, what is saved of them, and how they are loaded."""
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils import cached_file, find_adapter_config_file
+
+from ..hub_cards.card_rules import is_hub_id
+from ..modeling.atomic_save import staged_directory
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TASK_TYPE = "FEATURE_EXTRACTION"
+# Of the draft's configuration, what an adapter changes: kept in the header of its weights, for the merged draft.
+RECORDED = ("target", "objective", "training", "confidence_temperatures")
+# Settings that have to be the same where a run goes on; the base is compared too.
+SHAPE = ("r", "lora_alpha", "use_dora", "use_rslora", "target_modules", "target_parameters", "modules_to_save")
+
+
+def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:
+    """
+    A draft with a new adapter, whose weights alone get gradients; in half precision they are fp32.
+
+    Args:
+        draft ([`DraftPreTrainedModel`]):
+            The base, as it was loaded from a directory or the Hub. It is changed in place.
+        peft_config ([`~peft.LoraConfig`]):
+            `use_dora=True` makes a DoRA. Default of `target_modules` is every linear layer. The routed experts of a
+            DSpark draft are no layers: name them in `target_parameters` (`"experts.gate_up_proj"`,
+            `"experts.down_proj"`), or they stay as they are. Norms and heads are trained by `modules_to_save`.
+            `revision` names what a base from the Hub was loaded at, unless that is the default branch.
+
+    Raises:
+        ValueError: if the settings are not LoRA's, name another task or a module that is not there, or if the base
+            was never saved, or changed since.
+    """
+    if isinstance(draft, PeftModel):
+        raise ValueError("`peft_config` is given for a model that has an adapter: leave one of them out.")
+    config = copy.deepcopy(peft_config)
+    _check_config(config)
+    base = locate_base(draft, config.revision)
+    check_unchanged(draft, base)
+    _check_names(config, draft)
+    if config.target_modules is None and config.target_parameters is None:
+        config.target_modules = "all-linear"
+    config.base_model_name_or_path = draft.name_or_path  # PEFT's own entry: no warning about another one
+    model = get_peft_model(draft, config)
+    config.base_model_name_or_path, config.revision = base.name, base.revision
+    return model
+
+
+def check_adapter(model: PeftModel) -> None:
+    """Checks a model that came with its adapter, and records its base and task as [`adapt`] does.
+
+    Raises:
+        ValueError: as [`adapt`], and unless there is one adapter, which is trained.
+    """
+    if len(model.peft_config) != 1:
+        raise ValueError(f"The draft has the adapters {', '.join(model.peft_config)}: one at a time is trained.")
+    [config] = model.peft_config.values()
+    _check_config(config)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("No weight of the adapter is trained: load it with `is_trainable=True`.")
+    base = locate_base(model.get_base_model(), config.revision)
+    config.base_model_name_or_path, config.revision = base.name, base.revision
+
+
+def _check_config(config: PeftConfig) -> None:
+    """A LoRA for the task of AutoPeftModelForFeatureExtraction, which is set where none is."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"`peft_config` is a {type(config).__name__}: drafts are adapted with LoraConfig, or with "
+            "LoraConfig(use_dora=True)."
+        )
+    config.task_type = config.task_type or TASK_TYPE
+    if config.task_type != TASK_TYPE:
+        raise ValueError(f'`task_type` is "{config.task_type}": a draft returns hidden states, use "{TASK_TYPE}".')
+
+
+def _check_names(config: LoraConfig, draft: nn.Module) -> None:
+    """PEFT passes over a name that nothing has, as long as it finds another one."""
+    modules, parameters = ([name for name, _ in named] for named in (draft.named_modules(), draft.named_parameters()))
+    for setting, there in (
+        ("target_modules", modules),
+        ("modules_to_save", modules),
+        ("target_parameters", parameters),
+    ):
+        names = getattr(config, setting) or ()
+        if isinstance(names, str):  # a pattern, or "all-linear"
+            continue
+        if missing := sorted(name for name in names if not any(f".{key}".endswith(f".{name}") for key in there)):
+            raise ValueError(f"`{setting}` names {', '.join(missing)}, which the draft has not.")
+
+
+def base_draft(model: nn.Module) -> PreTrainedModel:
+    """The draft itself, of a draft with an adapter or without."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+# ---- the base -----------------------------------------------------------------------------------------------------
+
+
+class Base(NamedTuple):
+    """Where a base draft can be loaded again.
+
+    Attributes:
+        name: Hub id, or absolute path of a directory, whose name could otherwise be taken for a Hub id.
+        revision: commit; `None` for a directory.
+        folder: its files on this machine; `None` where they are in a cache that is not the standard one.
+    """
+
+    name: str
+    revision: str | None
+    folder: Path | None
+
+
+def locate_base(draft: PreTrainedModel, revision: str | None = None) -> Base:
+    """
+    Finds where a draft was loaded from: an adapter is nothing without its base.
+
+    Args:
+        draft: as `from_pretrained` returned it.
+        revision: commit, branch or tag that it was loaded at from the Hub; a loaded model does not know.
+
+    Raises:
+        ValueError: if it was not loaded from anywhere, or it is not known at which commit.
+    """
+    name = draft.name_or_path
+    if not name:
+        raise ValueError(
+            "The base draft was never saved, and an adapter holds changes to a saved one: call "
+            "`draft.save_pretrained(directory)` or `draft.push_to_hub(repo)`, then load the draft from there."
+        )
+    if os.path.isdir(name):
+        return Base(os.path.abspath(name), None, Path(name))
+    file = try_to_load_from_cache(name, "config.json", revision=revision) if is_hub_id(name) else None
+    if isinstance(file, str):
+        return Base(name, Path(file).parent.name, Path(file).parent)
+    if is_hub_id(name) and revision and len(revision) == 40:
+        return Base(name, revision, None)
+    raise ValueError(
+        f"The base draft was loaded from {name}, which is no directory here, and the cache of the Hub does not have "
+        f"{revision or 'main'} of it: give the commit that it was loaded at as `LoraConfig(revision=...)`."
+    )
+
+
+def check_unchanged(draft: PreTrainedModel, base: Base) -> None:
+    """Raises a `ValueError` if the draft's weights are not those of its base; the first row of each is compared."""
+    tensors = draft.state_dict()
+    for file in sorted(base.folder.glob("model*.safetensors")) if base.folder else ():
+        with safe_open(file, "pt") as saved:
+            for name in saved.keys() & tensors.keys():
+                rows = saved.get_slice(name)[:1] if tensors[name].dim() else saved.get_tensor(name)
+                here = tensors[name][:1] if tensors[name].dim() else tensors[name]
+                if torch.equal(rows.to(here.dtype), here.cpu()):
+                    continue
+                if base.revision:
+                    raise ValueError(
+                        f"The draft's `{name}` is not that of {base.name} at {base.revision}: it was trained or "
+                        "merged since, or loaded at another commit, which `LoraConfig(revision=...)` has to name."
+                    )
+                raise ValueError(
+                    f"The draft's `{name}` is not that of {file}: it was trained or merged since. Save the draft "
+                    "elsewhere, load it from there and adapt that."
+                )
+
+
+# ---- saving -------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    directory: str | os.PathLike, model: PeftModel, state_dict: dict[str, torch.Tensor] | None = None
+) -> None:
+    """
+    Writes `adapter_model.safetensors` and `adapter_config.json`, each atomically, the latter last. No tokenizer:
+    beside one, `AutoPeftModelForFeatureExtraction` compares it with an embedding, and a draft has none.
+
+    Args:
+        directory: beside the card.
+        model: with one adapter.
+        state_dict: gathered weights of the model, where they are spread over devices.
+    """
+    [(name, config)] = model.peft_config.items()
+    draft = model.get_base_model()
+    # Without looking for grown embeddings, for which PEFT would ask the Hub.
+    tensors = get_peft_model_state_dict(model, state_dict, name, save_embedding_layers=False)
+    record = {key: getattr(draft.config, key) for key in RECORDED if hasattr(draft.config, key)}
+    name_or_path = (record["target"] or {}).get("name_or_path")
+    if name_or_path and (os.path.exists(name_or_path) or not is_hub_id(name_or_path)):  # a place on this machine
+        record["target"] = record["target"] | {"name_or_path": os.path.basename(os.path.abspath(name_or_path))}
+    with staged_directory(directory) as staging:
+        _write_weights(staging / ADAPTER_WEIGHTS, tensors, record)
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    if isinstance(config.target_modules, set):  # in an order of its own in each process
+        config.target_modules = sorted(config.target_modules)
+    with staged_directory(directory) as staging:
+        config.save_pretrained(staging)
+
+
+def update_record(directory: str | os.PathLike, **values) -> Path:
+    """Changes what a saved adapter records of the draft's configuration, atomically. Returns the file."""
+    file = Path(directory) / ADAPTER_WEIGHTS
+    record = read_record(file) | values
+    with staged_directory(directory) as staging:
+        _write_weights(staging / ADAPTER_WEIGHTS, load_file(file), record)
+    return file
+
+
+def read_record(file: str | os.PathLike) -> dict:
+    """What the header of an adapter's weights says of the draft's configuration; empty where another tool wrote it."""
+    with safe_open(file, "pt") as saved:
+        metadata = saved.metadata() or {}
+    return {name: json.loads(metadata[name]) for name in RECORDED if name in metadata}
+
+
+def _write_weights(file: Path, tensors: Mapping[str, torch.Tensor], record: dict) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {name: json.dumps(value, sort_keys=True) for name, value in record.items()}
+    save_file(tensors, file, metadata={"format": "pt"} | metadata)
+
+
+def describe(model: PeftModel) -> dict:
+    """What a card says of an adapter: its base and revision, kind, rank, and parameters trained and in all."""
+    [config] = model.peft_config.values()
+    trainable, total = model.get_nb_trainable_parameters()
+    return {
+        "base": config.base_model_name_or_path,
+        "base_revision": config.revision,
+        "peft_type": _kind(config),
+        "r": config.r,
+        "trainable_parameters": trainable,
+        "total_parameters": total,
+    }
+
+
+def recipe(model: PeftModel) -> dict:
+    """What the configuration of the merged draft keeps of an adapter; a base in a directory says nothing to others."""
+    [config] = model.peft_config.values()
+    published = {} if os.path.isabs(config.base_model_name_or_path) else {"base": config.base_model_name_or_path}
+    if published and config.revision:
+        published["base_revision"] = config.revision
+    return published | {"peft_type": _kind(config), "r": config.r, "lora_alpha": config.lora_alpha}
+
+
+def _kind(config: LoraConfig) -> str:
+    return "DoRA" if config.use_dora else "LoRA"
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a directory or a Hub repository holds an adapter."""
+    return find_adapter_config_file(name) is not None
+
+
+def load_merged(name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+    """
+    A draft as its adapter makes it: base and adapter, merged. Its configuration is the adapter's record, and
+    `save_pretrained` writes it as a draft of its own.
+
+    Args:
+        name: directory or Hub repository of the adapter.
+        dtype: of the base, see `from_pretrained`.
+        trust_remote_code: run the code that comes with the base.
+
+    Raises:
+        ValueError: if the base is a directory that is not there; `OSError` for what the Hub does not have.
+    """
+    config = PeftConfig.from_pretrained(name)
+    base = config.base_model_name_or_path
+    if not base or (os.path.isabs(base) and not os.path.isdir(base)):
+        raise ValueError(
+            f"`draft`: the adapter {name} stands on the draft {base}, which is not there; put its directory or Hub id "
+            f"into `base_model_name_or_path` of {ADAPTER_CONFIG}."
+        )
+    where = {"revision": config.revision, "trust_remote_code": trust_remote_code}
+    draft = AutoModel.from_pretrained(base, dtype=dtype, **where)
+    draft = PeftModel.from_pretrained(draft, name, torch_device="cpu").merge_and_unload()
+    for key, value in read_record(cached_file(name, ADAPTER_WEIGHTS)).items():
+        setattr(draft.config, key, value)
+    # It is no longer what lies there.
+    draft.name_or_path = draft.config.name_or_path = ""
+    return draft
+
+
+def check_resumable(model: nn.Module, checkpoint: str | os.PathLike) -> None:
+    """Refuses a checkpoint of an adapter for a whole draft or the other way round, and one of another adapter.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    file = Path(checkpoint) / ADAPTER_CONFIG
+    if file.exists() != isinstance(model, PeftModel):
+        there, here = ("an adapter", "a whole draft") if file.exists() else ("a whole draft", "an adapter")
+        raise ValueError(f"{checkpoint} holds {there}, this run trains {here}. Choose another `output_dir`.")
+    if not file.exists():
+        return
+    [config] = model.peft_config.values()
+    saved = PeftConfig.from_pretrained(checkpoint)
+    for name in ("base_model_name_or_path", "revision", *SHAPE):
+        here, there = (_comparable(getattr(c, name)) for c in (config, saved))
+        if here != there:
+            raise ValueError(
+                f"`{name}` is {here}, but {checkpoint} was trained with {there}. Choose another `output_dir`."
+            )
+
+
+def _comparable(value):
+    return sorted(value) if isinstance(value, (set, list, tuple)) else value

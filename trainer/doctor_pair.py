@@ -1,0 +1,269 @@
+"""The doctor's checks of target, tokenizer and draft that need no data.
+
+The first ones read the draft's settings as stored, so that they work where its configuration cannot even be built.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..configuration.configuration_draft import (
+    ANCHOR_FIRST,
+    ATTENTION_INPUT_MEAN,
+    LAYER_OUTPUT,
+    check_layer_ids,
+    propose_mask_token_ids,
+)
+from ..modeling.engine_fit import ENGINES, engine_misfits
+from ..modeling.target_features import decoder_layers
+from .doctor_checkpoint import draft_type
+from .doctor_report import Finding, fault, ok, skipped, warning
+
+# Relative error below which two computations of the same thing agree, in any dtype.
+SAME = 0.02
+SAMPLE_TOKENS = 16
+
+
+def check_slot_layout(settings: dict) -> Finding:
+    """The flag that says which slots draft, without which engines guess."""
+    name, expected = "slot layout", draft_type(settings).config.family_slot_layout
+    layout, from_anchor = settings.get("slot_layout"), settings.get("sample_from_anchor")
+    mend = f'Set "slot_layout": "{expected}" in config.json.'
+    if layout is None:
+        return fault(name, "`slot_layout` is absent, so a reader has to guess which slots draft", mend)
+    if layout != expected:
+        return fault(name, f'`slot_layout` is "{layout}"; a {settings["model_type"]} draft has "{expected}"', mend)
+    if from_anchor is not None and from_anchor != (layout == ANCHOR_FIRST):
+        mend = "Take `sample_from_anchor` out of config.json, or save the draft again."
+        return fault(name, f'`sample_from_anchor` is {from_anchor} beside `slot_layout` "{layout}"', mend)
+    return ok(name, f'"{layout}"')
+
+
+def check_engine_view(settings: dict) -> Finding:
+    """The settings under the names that serving engines read, against the draft's own."""
+    name, kind = "engine view", draft_type(settings).config
+    view = settings if kind.engine_view_key is None else settings.get(kind.engine_view_key) or {}
+    prefix = "" if kind.engine_view_key is None else f"{kind.engine_view_key}."
+    differing = [
+        f"`{ours}` is {settings.get(ours)!r} but `{prefix}{theirs}` is {view[theirs]!r}"
+        for theirs, ours in kind.engine_view.items()
+        if theirs in view and ours in settings and view[theirs] != settings[ours]
+    ]
+    if differing:
+        mend = "Give both the value of the training and save the draft again: engines read the second."
+        return fault(name, "; ".join(differing), mend)
+    return ok(name, f"what engines read agrees; blocks of {settings.get('block_size')}")
+
+
+def check_layers(settings: dict, target: PreTrainedModel) -> Finding:
+    """Range and order of the layers to read, in the target at hand."""
+    name, ids, depth = "layer ids", settings.get("target_layer_ids"), len(decoder_layers(target))
+    mend = "Set `target_layer_ids` to the ids of the training: zero-based layers, `hidden_states[id + 1]`."
+    try:
+        check_layer_ids(ids, depth, settings.get("capture_point") or LAYER_OUTPUT)
+    except (ValueError, TypeError) as error:
+        return fault(name, str(error), mend)
+    return ok(name, f"{ids} of {depth} layers")
+
+
+def check_capture_point(settings: dict, target: PreTrainedModel) -> Finding:
+    """Whether the features are read where this kind of target has them."""
+    name, point = "capture point", settings.get("capture_point") or LAYER_OUTPUT
+    has_streams = all(hasattr(layer, "attn_hc") for layer in decoder_layers(target))
+    expected = ATTENTION_INPUT_MEAN if has_streams else LAYER_OUTPUT
+    if point != expected:
+        mend = f'Set "capture_point": "{expected}", or load the target that the draft was trained for.'
+        return fault(name, f"`capture_point` is {point!r}; {type(target).__name__} has {expected!r}", mend)
+    return ok(name, point)
+
+
+def check_mask_token(settings: dict, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Finding:
+    """Whether the mask token is a row of the embedding that no text and no template uses."""
+    name, mask = "mask token", settings.get("mask_token_id")
+    rows = len(target.get_input_embeddings().weight)
+    try:
+        free = propose_mask_token_ids(tokenizer, rows)[:3]
+        mend = f"Take the id of the training; for a new draft, one of {free}."
+    except ValueError as error:
+        mend = str(error)
+    if mask is None:
+        return fault(name, "`mask_token_id` is absent", mend)
+    if not 0 <= mask < rows:
+        return fault(name, f"{mask} is outside the target's embedding, 0..{rows - 1}", mend)
+    stops = target.generation_config.eos_token_id if target.generation_config else None
+    used = {
+        "bos": [tokenizer.bos_token_id],
+        "eos": [tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])],
+        "unk": [tokenizer.unk_token_id],
+    }
+    if roles := [role for role, ids in used.items() if mask in ids]:
+        return fault(name, f"{mask} is the {' and '.join(roles)} token: the draft takes that for noise", mend)
+    if mask == tokenizer.pad_token_id:
+        return warning(name, f"{mask} is the padding token, which some templates also write", mend)
+    return ok(name, f"{mask}, {tokenizer.decode([mask])!r}" if mask < len(tokenizer) else f"{mask}, a free row")
+
+
+def check_target(settings: dict, target: PreTrainedModel, found: dict) -> Finding:
+    """Whether this is the target of the training: shape, embedding, weights, revision. `found` is its
+    [`~blockdraft.configuration.configuration_draft.target_record`]."""
+    name, record = "target", settings.get("target") or {}
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    mend = f"Load the target of the training ({record.get('name_or_path') or 'not recorded'}), or train for this one."
+    for setting, expected, actual in (
+        ("hidden_size", settings.get("target_hidden_size") or settings.get("hidden_size"), found["hidden_size"]),
+        ("num_hidden_layers", settings.get("num_target_layers"), found["num_hidden_layers"]),
+        ("vocab_size", settings.get("vocab_size"), vocab_size),
+        ("embedding rows", record.get("embedding_rows"), found["embedding_rows"]),
+    ):
+        if expected is not None and expected != actual:
+            return fault(name, f"made for {setting} {expected}, this target has {actual}", mend)
+    if not record:
+        return warning(name, "the draft does not say what target it was trained for", mend)
+    if record.get("adapters", found["adapters"]) != found["adapters"]:
+        return fault(name, f"PEFT adapters: {found['adapters']}, in training {record['adapters']}", mend)
+    if record.get("dtype") == found["dtype"]:  # a cast changes what is hashed
+        for part, digest in (("embedding", "embedding_sha256"), ("layers", "weights_sha256")):
+            if record.get(digest) and found[digest] and record[digest] != found[digest]:
+                return fault(name, f"other weights than in training ({part}): another revision or fine-tune", mend)
+        return ok(name, f"{found['architecture']}, the weights of the training")
+    revision = found["revision"]
+    if revision and record.get("revision") and revision != record["revision"]:
+        return warning(name, f"revision {revision}, trained for {record['revision']}", mend)
+    return ok(name, f"{found['architecture']}, the shape of the training; weights not compared, the dtype differs")
+
+
+def check_tokenizer(settings: dict, found: dict) -> Finding:
+    """Whether the same text is the same tokens as in training; `found` is the [`target_record`] with the tokenizer."""
+    name, record, tokens = "tokenizer", settings.get("target") or {}, found["tokenizer_length"]
+    mend = "Load the tokenizer that was saved with the draft."
+    if tokens > found["embedding_rows"]:
+        return fault(name, f"{tokens} tokens for {found['embedding_rows']} embedding rows", mend)
+    length, digest = record.get("tokenizer_length"), record.get("tokenizer_sha256")
+    if length is not None and length != tokens:
+        return fault(name, f"{tokens} tokens, {length} in training", mend)
+    if digest is not None and digest != found["tokenizer_sha256"]:
+        return fault(name, "the same number of tokens as in training, but other ones", mend)
+    if digest is None:
+        return skipped(name, f"{tokens} tokens; the draft has no record to compare with")
+    return ok(name, f"{tokens} tokens, those of the training")
+
+
+def check_dtypes(settings: dict, found: dict, draft: PreTrainedModel | None) -> Finding:
+    """Number formats: the draft has learned features of one, quantisation included. `found` is the target's record."""
+    name, record = "dtype", settings.get("target") or {}
+    now, then, quantised = found["dtype"], record.get("dtype"), found["quantization"]
+    draft_dtype = "not loaded" if draft is None else str(draft.dtype).removeprefix("torch.")
+    formats = f"target and features {now}{f' ({quantised})' if quantised else ''}, draft {draft_dtype}"
+    if record and quantised != record.get("quantization"):
+        mend = "Train or adapt the draft on features of the target as it is served."
+        return warning(
+            name, f"{formats}; quantisation of the target in training: {record.get('quantization') or 'none'}", mend
+        )
+    if then and then != now:
+        return warning(name, f"{formats}; features were {then} in training", f"Load the target with dtype {then}.")
+    if draft_dtype == "float16":
+        return warning(name, f"{formats}; float16 overflows at 65,504", "Load the draft in bfloat16 or float32.")
+    return ok(name, formats)
+
+
+def check_heads(settings: dict, target: PreTrainedModel) -> Finding:
+    """The target's embedding and head, which the draft borrows."""
+    name = "heads"
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    if head is None:
+        return fault(name, f"{type(target).__name__} has no LM head", "Load the target as a causal language model.")
+    tied = target.config.get_text_config(decoder=True).tie_word_embeddings
+    if tied and head.weight is not embedding.weight:
+        mend = "Load the target with from_pretrained, and tie_weights() after any change of its embedding."
+        return fault(name, "the target ties its head to the embedding, but the loaded head is another tensor", mend)
+    for what, module in (("embedding", embedding), ("head", head)):
+        weight = module.weight
+        if weight.is_floating_point() and not (torch.isfinite(weight).all() and weight.any()):
+            return fault(name, f"the target's {what} is NaN, infinite or all zero", "Load the target's weights again.")
+    vocab_size = settings.get("vocab_size")
+    if vocab_size and len(head.weight) < vocab_size:
+        mend = "Load the head that belongs to the target."
+        return fault(name, f"the head has {len(head.weight)} rows for a vocabulary of {vocab_size}", mend)
+    return ok(name, f"{'tied, ' if tied else ''}{len(head.weight)} rows")
+
+
+def check_visibility(settings: dict) -> Finding:
+    """Without positions, masked slots differ only by what they see."""
+    name, causal, window = "visibility", settings.get("is_causal", False), settings.get("sliding_window")
+    if settings["model_type"] == "kimi_k3_dflash" and not causal and window is None:
+        found = "bidirectional, without positions and without a window: all masked slots predict the same token"
+        return fault(name, found, "Set `is_causal` to true, or a `sliding_window`, as in training.")
+    return ok(name, f"{'causal' if causal else 'bidirectional'} in the block, context window {window or 'unlimited'}")
+
+
+@torch.no_grad()
+def check_transforms(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding]:
+    """Whether draft tokens are embedded, and draft states become logits, as in the target itself: measured on a few
+    tokens. Findings "embedding scale" and "logits"."""
+    ids = torch.linspace(0, draft.config.vocab_size - 1, SAMPLE_TOKENS).long()[None].to(target.device)
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep_layer_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen["layer"] = hidden.mean(dim=2) if hidden.dim() == 4 else hidden  # of hyper-connection streams
+
+    def keep_head_input(module: nn.Module, args: tuple) -> None:
+        seen["head"] = args[0]
+
+    hooks = [
+        decoder_layers(target)[0].register_forward_pre_hook(keep_layer_input, with_kwargs=True),
+        head.register_forward_pre_hook(keep_head_input),
+    ]
+    try:
+        logits = target(input_ids=ids, use_cache=False).logits
+        states = seen.get("head")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [_embedding_scale(seen["layer"], draft, embedding(ids)), _logits(logits, states, draft, head)]
+
+
+def _embedding_scale(layer_input: torch.Tensor, draft: PreTrainedModel, embeds: torch.Tensor) -> Finding:
+    name, scale = "embedding scale", draft.config.input_embedding_scale
+    first, embeds = layer_input.double().flatten(), embeds.to(layer_input.device).double().flatten()
+    ratio = (first @ embeds / (embeds @ embeds)).item()
+    if (first - ratio * embeds).norm() > SAME * first.norm():
+        return ok(name, f"{scale:g}; the target adds more to its embeddings, so there is no one scale")
+    if not math.isclose(ratio, scale, rel_tol=SAME):
+        mend = f"Set `input_embedding_scale` to {ratio:.4g}, unless the draft was trained with {scale:g}."
+        return warning(name, f"the target multiplies embeddings by {ratio:.4g}, the draft by {scale:g}", mend)
+    return ok(name, f"{scale:g}, as the target's")
+
+
+def _logits(logits: torch.Tensor, states: torch.Tensor | None, draft: PreTrainedModel, head: nn.Module) -> Finding:
+    name = "logits"
+    if states is None:
+        return skipped(name, "the target makes its logits without calling its head")
+    drafted = draft.compute_logits(states, head).double().to(logits.device)
+    logits = logits.double()[..., : drafted.shape[-1]]
+    drafted = drafted[..., : logits.shape[-1]]
+    finite = logits.abs() < 1e30  # targets may hide padded rows
+    error = ((drafted - logits)[finite].norm() / logits[finite].norm()).item()
+    if not error <= SAME:
+        config = draft.config
+        found = (
+            f"`output_multiplier` {config.output_multiplier:g} and `final_logit_softcapping` "
+            f"{config.final_logit_softcapping} give the same states other logits than the target ({error:.0%} off)"
+        )
+        return fault(name, found, "Take both from the target's configuration: sampling depends on them.")
+    return ok(name, "the draft's transform of the head's output is the target's")
+
+
+def check_engine(draft: PreTrainedModel, engine: str | None) -> Finding:
+    """What a serving engine would do otherwise; [`engine_misfits`] knows the DSpark layout."""
+    name = "engine"
+    if engine is None:
+        return skipped(name, f"name one to have it looked at: {' or '.join(ENGINES)}")
+    if draft.config.slot_layout != ANCHOR_FIRST:
+        return skipped(name, f"what is known of {ENGINES[engine]} concerns DSpark drafts in the released layout")
+    if misfits := engine_misfits(draft.config, engine, quantized=False):
+        return warning(name, " ".join(misfits), f"See `blockdraft export --for {engine}`.")
+    return ok(name, f"fits {ENGINES[engine]}")
