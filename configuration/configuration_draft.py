@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import ClassVar
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -302,7 +304,8 @@ def weights_fingerprint(model, values: int = 16) -> str | None:
     for parameter in model.parameters():
         if parameter.device.type == "meta":
             return None
-        if parameter.is_floating_point():
+        # A quantiser's tensor class has no elements to pick.
+        if parameter.is_floating_point() and type(parameter) is torch.nn.Parameter:
             numbers = parameter.detach().reshape(-1)
             samples.append(numbers[:: max(1, len(numbers) // values)][:values].float().cpu())
     digest = hashlib.sha256()
@@ -360,4 +363,5 @@ def _quantization(target) -> str | None:
     config = getattr(target.config, "quantization_config", None)
     if config is None:
         return None
-    return config["quant_method"] if isinstance(config, dict) else str(config.quant_method.value)
+    method = config["quant_method"] if isinstance(config, dict) else config.quant_method
+    return method.value if isinstance(method, Enum) else method

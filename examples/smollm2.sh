@@ -26,3 +26,6 @@ for part in train:192 humaneval:512; do
 done
 blockdraft train examples/smollm2/train.yaml --target "$RUN/target" --train_data "$RUN/train.jsonl" \
     --eval_data "$RUN/humaneval.jsonl" --output_dir "$RUN/draft"
+# In fp32, so that answers can be compared with greedy decoding token for token.
+blockdraft evaluate "$RUN/target" "$RUN/draft" --data "$RUN/humaneval.jsonl" --target_dtype float32 \
+    --num_prompts 164 --max_new_tokens 64 --card HumanEval --output "$RUN/humaneval_figures.json"

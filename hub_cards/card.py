@@ -94,8 +94,28 @@ def write_adapter_card(
 
 def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
     """Writes the card of a saved draft anew after a change of its config, with the metrics that lie there."""
+    write_card(directory, config, _saved_metrics(directory))
+
+
+def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
+    """
+    Adds a measurement to the card of a saved draft, in place of one of the same data set by the same protocol.
+
+    Args:
+        directory, config: the saved draft and its config.
+        data (`str`): name of the data set.
+        headline (`Mapping`): what `DecodingReport.headline()` returns.
+    """
+    metrics = _saved_metrics(directory)
+    earlier = metrics.get(data, [])
+    earlier = [earlier] if isinstance(earlier, Mapping) else earlier
+    kept = [result for result in earlier if result["protocol"] != headline["protocol"]]
+    write_card(directory, config, metrics | {data: [*kept, headline]})
+
+
+def _saved_metrics(directory: str | os.PathLike) -> dict:
     file = Path(directory) / METRICS
-    write_card(directory, config, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None)
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def _write(directory: str | os.PathLike, page: str, metrics: Mapping[str, Mapping] | None) -> Path:

@@ -36,6 +36,23 @@ def transform_faults(target: PreTrainedModel, config: DraftConfig) -> list[str]:
     return faults + _logit_faults(seen, config) + _embedding_faults(seen, config)
 
 
+def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.device) -> None:
+    """
+    Tries the target's head on one state.
+
+    Raises:
+        ValueError: if no gradient passes through it, as with some quantisers' inference kernels: the draft would learn
+            nothing from its tokens, and no loss would show it.
+    """
+    head = target.get_output_embeddings()
+    state = torch.zeros(1, draft.config.hidden_size, device=device, requires_grad=True)
+    if not draft.compute_logits(state, head).requires_grad:
+        raise ValueError(
+            f"The target's head ({type(head).__name__}) passes no gradient to the states it reads, so no draft can be "
+            "trained through it. Leave the head out when quantising the target, or quantise in another way."
+        )
+
+
 def _run(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tensor]:
     seen, embedding, head = {}, target.get_input_embeddings(), target.get_output_embeddings()
 

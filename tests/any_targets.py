@@ -148,7 +148,7 @@ MULTIMODAL = {
     "qwen2_5_vl": (
         "qwen2_5_vl",
         {
-            "text_config": LLAMA,
+            "text_config": LLAMA | {"rope_parameters": MROPE},
             "vision_config": {"depth": 4, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
         },
     ),

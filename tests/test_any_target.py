@@ -202,6 +202,17 @@ def quantise(model: nn.Module) -> None:
                 setattr(module, name, Int8Linear(child))
 
 
+def test_a_head_without_a_gradient_is_refused(arguments):
+    class InferenceOnly(Int8Linear):
+        def forward(self, states):
+            return super().forward(states.detach())
+
+    target = build_target("qwen3")
+    target.lm_head = InferenceOnly(target.lm_head)
+    with pytest.raises(ValueError, match=r"head \(InferenceOnly\) passes no gradient"):
+        step(dflash(target, target_layer_ids=[1, 3]), target, DraftTrainer, arguments)
+
+
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_target_trains_and_decodes(kind, dtype, arguments):

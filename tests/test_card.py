@@ -24,6 +24,7 @@ from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.hub_cards.card import (
     TRANSFORMERS_VERSION,
+    add_to_card,
     card_of_repository,
     make_adapter_card,
     make_card,
@@ -406,6 +407,17 @@ def test_the_same_card_after_a_reload_anywhere(make_config, tmp_path, monkeypatc
     assert {name: (second / name).read_bytes() for name in names} == written
     assert written["acceptance.png"].startswith(b"\x89PNG") and len(written["acceptance.png"]) < 60_000
     assert b"matplotlib" not in written["acceptance.png"]
+
+
+def test_a_measurement_is_added_and_replaced(tmp_path):
+    write_card(tmp_path, config(), METRICS)
+    sampled = {"tau": 1.9, "protocol": PROTOCOL | {"decoding": "temperature 1"}}
+    for headline in (CHAT | {"tau": 2.5, "protocol": PROTOCOL}, sampled):
+        add_to_card(tmp_path, config(), "chat", headline)
+    add_to_card(tmp_path, config(), "maths", sampled)
+    [card] = ModelCard.load(tmp_path / "README.md").data.to_dict()["model-index"]
+    found = {(r["dataset"]["name"], r["metrics"][0]["value"]) for r in card["results"] if "tau" in str(r["metrics"])}
+    assert found == {("chat", 2.5), ("chat", 1.9), ("openai/openai_humaneval", 3.0), ("maths", 1.9)}
 
 
 def test_figures_of_earlier_weights_do_not_stay(tmp_path):

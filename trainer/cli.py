@@ -27,6 +27,7 @@ from peft import LoraConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
+from ..hub_cards.card import CARD, add_to_card
 from ..hub_cards.publishing import publish
 from ..modeling.block_decoding import block_decode
 from ..modeling.confidence_schedule import ConfidenceThreshold
@@ -233,6 +234,9 @@ def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_arg
     print(report.table())
     if args.output:
         Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if args.card:
+        add_to_card(args.draft, draft.config, args.card, report.headline())
+        print(f"The figures are in {Path(args.draft) / CARD}.")
 
 
 def examine(target_args: TargetArguments, args: DoctorArguments) -> int:

@@ -220,9 +220,15 @@ class EvaluateArguments:
     max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
     template_kwargs: dict | str | None = setting("JSON for the chat template, the same as at serving.", default=None)
     output: str | None = setting("JSON file to write the figures to.", default=None)
+    card: str | None = setting(
+        "Name of the data, e.g. owner/name or HumanEval: puts the figures into the card of `draft`, a directory.",
+        default=None,
+    )
 
     def __post_init__(self):
         self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.card and not Path(self.draft, "config.json").is_file():
+            raise ValueError(f"`card` writes into a saved draft, and {self.draft} is none on this machine.")
 
 
 @dataclass

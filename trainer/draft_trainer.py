@@ -27,7 +27,7 @@ from ..hub_cards.card import write_adapter_card, write_card
 from ..modeling.block_attention import block_attention_mask, flex_block_mask
 from ..modeling.pairing import check_pair
 from ..modeling.target_features import capture_features
-from ..modeling.target_transforms import transform_faults
+from ..modeling.target_transforms import check_head, transform_faults
 from .adapters import adapt, base_draft, check_adapter, check_resumable, describe, recipe, save_adapter
 from .anchors import (
     Anchors,
@@ -61,9 +61,10 @@ class DraftTrainer(HubPushing, Trainer):
 
     A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, for packed rows (see
     [`~blockdraft.trainer.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` too. A
-    `datasets.IterableDataset` trains for `args.max_steps`, starting again where it ends. Anchors and prefix lengths are drawn from (seed, global step, row id) unless the batch
-    holds `anchor_positions`, `block_keep_mask` `[B, N]` and `prefix_lengths` `[B, N]`. The loss of an accumulation
-    window is the weighted mean over all of its blocks on all ranks.
+    `datasets.IterableDataset` trains for `args.max_steps` and starts again at its end. Anchors and prefix lengths are
+    drawn from (seed, global step, row id) unless the batch holds `anchor_positions`, `block_keep_mask` `[B, N]` and
+    `prefix_lengths` `[B, N]`. The loss of an accumulation window is the weighted mean over all of its blocks on all
+    ranks.
 
     The objective here is DFlash's; a subclass that has another one defines `objectives`, `slot_layout`, `loss_class`,
     `prepare_draft`, `objective_settings`, `legal_anchors`, `block_weights` and `block_loss`.
@@ -120,6 +121,7 @@ class DraftTrainer(HubPushing, Trainer):
         self.draft_config = self.draft.config
         for fault in transform_faults(self.target, self.draft_config):
             logger.warning(fault)
+        check_head(self.target, self.draft, self.args.device)
         if self.draft_config.slot_layout != self.slot_layout:
             raise ValueError(
                 f"{type(self).__name__} trains drafts with `slot_layout` {self.slot_layout!r}, not "
@@ -135,7 +137,7 @@ class DraftTrainer(HubPushing, Trainer):
         if unused := args.unused_settings(self.loss_type):
             logger.warning(f"The objective {self.loss_type} does not use {', '.join(unused)}.")
         self.prepare_draft()
-        self._target_takes = inspect.signature(target.base_model.forward).parameters
+        self._target_takes = inspect.signature(target.get_decoder().forward).parameters
         self._documents_apart = False
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
         self.draft_config.objective = {

@@ -156,7 +156,7 @@ def check_documents_apart(
     """Raises `ValueError` if a target mixes the documents of packed rows; `features` and `batch` as in
     [`document_leak`]."""
     name = type(target).__name__
-    if not {"document_ids", "position_ids"} & set(inspect.signature(target.base_model.forward).parameters):
+    if not {"document_ids", "position_ids"} & set(inspect.signature(target.get_decoder().forward).parameters):
         raise ValueError(
             f"The rows are packed, but {name} takes no `position_ids` and cannot keep documents apart. Train with "
             "`packing` off."
