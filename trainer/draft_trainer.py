@@ -4,7 +4,6 @@ import inspect
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -41,6 +40,7 @@ from .data import DraftCollator
 from .evaluation import evaluate_decoding, held_out_prompts
 from .feature_cache import FeatureCache
 from .initialization import calm_output, channel_rms, even_out_channels
+from .log_window import LogWindow
 from .muon import MuonAndOther, hidden_matrices
 from .objectives import BlockLoss, BlockTargets, block_loss, build_block_inputs, build_block_targets, slot_weights
 from .packing import Documents, check_documents_apart
@@ -216,12 +216,12 @@ class DraftTrainer(HubPushing, Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The one that `args.optim` names, with Muon for the weight matrices beside AdamW."""
-        given = self.optimizer is not None
+        given, sharded = self.optimizer is not None, self.is_fsdp_enabled or self.is_deepspeed_enabled
         optimizer = super().create_optimizer(model)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # Muon needs whole matrices
-        if given or sharded or self.adapter is not None or not self.args.muon or type(optimizer) is not torch.optim.AdamW:
-            return optimizer
-        self.optimizer = MuonAndOther(optimizer, hidden_matrices(self.draft))
+        # Muon needs whole matrices.
+        takes_muon = self.args.muon and self.adapter is None and not given and not sharded
+        if takes_muon and type(optimizer) is torch.optim.AdamW:
+            self.optimizer = MuonAndOther(optimizer, hidden_matrices(self.draft))
         return self.optimizer
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -517,39 +517,3 @@ class DraftTrainer(HubPushing, Trainer):
             "adapter": None if self.adapter is None else recipe(self.adapter),
         }
         return {name: value for name, value in provenance.items() if value is not None} | self.data_record
-
-
-class LogWindow:
-    """Sums of block losses since the last log, how many rows had no anchor, how often answers held the mask token."""
-
-    def __init__(self, loss_class: type[BlockLoss], block_size: int, device: torch.device):
-        self._total = loss_class.zeros(block_size, device)
-        self._rows = torch.zeros(3, device=device)  # all, those without an anchor, mask tokens in answers
-        self._start = time.perf_counter()
-
-    def add(self, loss: BlockLoss) -> None:
-        self._total = self._total + loss
-
-    def count_rows(self, batch: dict[str, torch.Tensor], mask_token_id: int) -> None:
-        keep = batch["block_keep_mask"]
-        masks = (batch["input_ids"] == mask_token_id) & batch["loss_mask"].bool()
-        counts = torch.stack([torch.tensor(len(keep)), (~keep.any(-1)).sum().cpu(), masks.sum().cpu()])
-        self._rows += counts.to(self._rows.device)
-
-    def metrics(self, accelerator) -> dict[str, float]:
-        """Ratios of the sums over all ranks; a slot's acceptance counts it and every slot before it as right."""
-        total = type(self._total)(**accelerator.reduce(vars(self._total)))
-        rows, without_anchor, masks = accelerator.reduce(self._rows).tolist()
-        metrics = {"rows_without_anchor": without_anchor / max(rows, 1)}
-        if masks:
-            metrics["mask_tokens_in_answers"] = masks
-        if total.valid_blocks:
-            estimates = total.metrics()
-            metrics |= {
-                "loss": total.loss.item(),
-                "estimated_tau": estimates.pop("accept_len"),
-                "supervised_tokens_per_second": total.slot_valid.sum().item() / (time.perf_counter() - self._start),
-            } | estimates
-            for slot in total.slot_valid.nonzero().flatten().tolist():
-                metrics[f"acceptance_slot_{slot}"] = (total.slot_accepted[slot] / total.slot_valid[slot]).item()
-        return metrics

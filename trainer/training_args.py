@@ -73,8 +73,8 @@ class DraftTrainingArguments(TrainingArguments):
     muon: bool = field(
         default=True,
         metadata={
-            "help": "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW; an "
-            "adapter, FSDP and DeepSpeed go without."
+            "help": "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW; "
+            "an adapter, FSDP and DeepSpeed go without."
         },
     )
     fit_to_target: bool = field(
@@ -84,8 +84,8 @@ class DraftTrainingArguments(TrainingArguments):
     cache_features: bool = field(
         default=False,
         metadata={
-            "help": "Keep the target's states of every row on disk during the run, so that only the first epoch runs the "
-            "target. A token takes the width of its features (layers read times hidden size) in the target's dtype."
+            "help": "Keep the target's states of every row on disk during the run, so that only the first epoch runs "
+            "the target. A token takes its features' width (layers read times hidden size) in the target's dtype."
         },
     )
     eval_decode_prompts: int = field(
