@@ -46,7 +46,9 @@ def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.de
     """
     head = target.get_output_embeddings()
     state = torch.zeros(1, draft.config.hidden_size, device=device, requires_grad=True)
-    if not draft.compute_logits(state, head).requires_grad:
+    logits = draft.compute_logits(state, head)
+    # A kernel without a derivative may still return logits that claim to have one.
+    if not logits.requires_grad or torch.autograd.grad(logits.sum(), state, allow_unused=True)[0] is None:
         raise ValueError(
             f"The target's head ({type(head).__name__}) passes no gradient to the states it reads, so no draft can be "
             "trained through it. Leave the head out when quantising the target, or quantise in another way."

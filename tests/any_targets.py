@@ -29,7 +29,6 @@ LINEAR = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
-JAMBA = {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5}
 
 GEMMA3N = {
@@ -89,12 +88,10 @@ class Case:
 
 CASES = {
     "tied": Case("llama", LLAMA | {"tie_word_embeddings": True}),
-    "qwen3": Case("qwen3", LLAMA | {"tie_word_embeddings": True}),
     "mistral": Case("mistral", LLAMA | {"sliding_window": 6}),
     # GPT-2-style names, learned positions, a norm behind the embedding, a narrower embedding, a bias in the head
     "gpt2": Case("gpt2", GPT, embeds=False),
     "gpt_neox": Case("gpt_neox", GPT | {"intermediate_size": 48}),
-    "gptj": Case("gptj", GPT | {"rotary_dim": 4}),
     "falcon": Case("falcon", GPT),
     "mpt": Case("mpt", GPT | {"logit_scale": 3.0, "use_cache": True}),
     "bloom": Case("bloom", GPT, embeds=False),
@@ -121,7 +118,6 @@ CASES = {
     "lfm2": Case("lfm2", LLAMA | {"layer_types": ["conv", "full_attention"] * 2}),
     "qwen3_next": Case("qwen3_next", LLAMA | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}, False),
     "kimi_linear": Case("kimi_linear", LLAMA | MLA | KIMI_LINEAR, False),
-    "jamba": Case("jamba", LLAMA | EXPERTS | JAMBA, False),
     "falcon_h1": Case(
         "falcon_h1",
         LLAMA | MAMBA | {"mamba_d_ssm": 64} | {"lm_head_multiplier": 0.5, "embedding_multiplier": 3.0},

@@ -23,6 +23,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 from datasets import Dataset, concatenate_datasets
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         usage = f"blockdraft {argv[0]} [CONFIG.yaml] {' '.join(map(str.upper, command.positionals))} [--key value ...]"
         parser = SettingsParser(command.settings, command.positionals, usage=usage, description=command.run.__doc__)
         return command.run(*parser.parse(argv[1:])) or 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         logger.debug("The error's origin:", exc_info=True)
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
