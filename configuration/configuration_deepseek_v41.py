@@ -10,7 +10,8 @@ from .validation import is_natural, is_positive_int, require
 CONFIG_SCHEMA_VERSION = 1
 
 # The one cache layer type: what a layer keeps follows from its place in the compression schedule.
-COMPRESSED_SPARSE_ATTENTION = "compressed_sparse_attention"
+# transformers finds a cache layer by this name, and its DeepSeek V4 has a "compressed_sparse_attention".
+DEEPSEEK_V41_ATTENTION = "deepseek_v41_attention"
 
 YARN = {
     "rope_type": "yarn",
@@ -229,7 +230,7 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
     @property
     def layer_types(self) -> list[str]:
         """What a `DynamicCache` builds its cache layers from."""
-        return [COMPRESSED_SPARSE_ATTENTION] * self.num_hidden_layers
+        return [DEEPSEEK_V41_ATTENTION] * self.num_hidden_layers
 
     @property
     def engram_layers(self) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
-from ..configuration.configuration_deepseek_v41 import COMPRESSED_SPARSE_ATTENTION, DeepseekV41TextConfig
+from ..configuration.configuration_deepseek_v41 import DEEPSEEK_V41_ATTENTION, DeepseekV41TextConfig
 from .cache_rollback import check_crop
 from .deepseek_v41_layers import (
     DeepseekV41RMSNorm,
@@ -107,7 +107,7 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
     Groups need no record: those that are not complete any more are written anew.
     """
 
-    _layer_type = COMPRESSED_SPARSE_ATTENTION
+    _layer_type = DEEPSEEK_V41_ATTENTION
     is_sliding = False
 
     def __init__(self, **kwargs):

@@ -215,6 +215,7 @@ def test_every_command_has_help(capsys):
             ["evaluate", "t", "d", "--data", "x", "--confidence_threshold", "0.5", "--confidence_cost_table", "true"],
             "are two ways to cut: give one.",
         ),
+        (["evaluate", "t", "no/draft", "--data", "x", "--card", "c"], "`draft` is 'no/draft', give its directory."),
         (["calibrate", "t", "no/draft", "--data", "x"], "`draft` is 'no/draft': give a directory"),
         (
             ["train", "--target", "t", "--train_data", "y", "--data_mix", "0.5", "0.5"],

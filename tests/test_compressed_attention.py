@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from deepseek_v41_models import join_selections, randomize_constants, relative_error, tiny_config
+from transformers import DynamicCache
 
 from blockdraft.modeling.compressed_attention import (
     DeepseekV41Attention,
@@ -441,3 +442,12 @@ def test_cache_layer_is_no_ordinary_one():
         DeepseekV41CacheLayer().update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
     with pytest.raises(NotImplementedError, match="not offloaded"):
         DeepseekV41CacheLayer().prefetch()
+
+
+def test_the_cache_layer_is_not_that_of_deepseek_v4_in_transformers():
+    """Both may be loaded: transformers finds a cache layer's class by its type's name."""
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4  # noqa: F401 - registers its layers
+
+    config = tiny_config()
+    cache = DynamicCache(config=config)
+    assert [type(layer) for layer in cache.layers] == [DeepseekV41CacheLayer] * config.num_hidden_layers

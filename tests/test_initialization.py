@@ -65,10 +65,13 @@ def test_training_starts_the_same_in_any_batch_size_and_only_new_drafts(tmp_path
     for a, b in zip(*starts, strict=True):
         assert torch.allclose(a, b, rtol=1e-5)
 
-    for settings in ({"fit_to_target": False}, {}):
-        trainer = make_trainer(tmp_path, target_name="qwen3", max_steps=1, learning_rate=0.0, **settings)
-        if not settings:
-            trainer.draft_config.training = {"global_step": 1}  # trained before
+    for case in ("off", "recorded", "weights of another trainer"):
+        settings = {"fit_to_target": case != "off", "max_steps": 1, "learning_rate": 0.0}
+        trainer = make_trainer(tmp_path, target_name="qwen3", **settings)
+        if case == "recorded":
+            trainer.draft_config.training = {"global_step": 1}
+        elif case == "weights of another trainer":
+            torch.nn.init.normal_(trainer.draft.norm.weight, mean=1.0, std=0.1)
         before = trainer.draft.fc.weight.detach().clone()
         trainer.train()
         assert torch.equal(trainer.draft.fc.weight, before)

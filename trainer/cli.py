@@ -227,6 +227,8 @@ def calibrate_confidence(target_args: TargetArguments, args: CalibrateArguments)
 
 def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_args: ScheduleArguments) -> None:
     """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
+    if args.card and not Path(args.draft, "config.json").is_file():
+        raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
     target, tokenizer = _target(target_args)
     draft = _draft_of(target, tokenizer, target_args, args.draft)
     prompts = _prompts(args, tokenizer)

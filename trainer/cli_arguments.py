@@ -227,8 +227,6 @@ class EvaluateArguments:
 
     def __post_init__(self):
         self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
-        if self.card and not Path(self.draft, "config.json").is_file():
-            raise ValueError(f"`card` writes into a saved draft, and {self.draft} is none on this machine.")
 
 
 @dataclass

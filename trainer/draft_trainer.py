@@ -183,8 +183,9 @@ class DraftTrainer(HubPushing, Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """[`~transformers.Trainer.train`]; a draft that was never trained is fitted to its target first."""
-        untrained = self.draft_config.training is None and self.adapter is None and not resume_from_checkpoint
-        if self.args.fit_to_target and untrained:
+        # Weights that were trained elsewhere may come without a record, but not with a final norm of ones.
+        untrained = self.draft_config.training is None and bool((self.draft.output_norm.weight == 1).all())
+        if self.args.fit_to_target and untrained and self.adapter is None and not resume_from_checkpoint:
             self.fit_to_target()
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
