@@ -46,9 +46,10 @@ def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.de
     """
     head = target.get_output_embeddings()
     state = torch.zeros(1, draft.config.hidden_size, device=device, requires_grad=True)
-    logits = draft.compute_logits(state, head)
+    with torch.enable_grad():  # whatever the caller has switched off
+        total = draft.compute_logits(state, head).sum()
     # A kernel without a derivative may still return logits that claim to have one.
-    if not logits.requires_grad or torch.autograd.grad(logits.sum(), state, allow_unused=True)[0] is None:
+    if not total.requires_grad or torch.autograd.grad(total, state, allow_unused=True)[0] is None:
         raise ValueError(
             f"The target's head ({type(head).__name__}) passes no gradient to the states it reads, so no draft can be "
             "trained through it. Leave the head out when quantising the target, or quantise in another way."

@@ -376,7 +376,7 @@ def test_a_dspark_draft_of_a_v41_target(tmp_path):
     config = DeepseekV41DSparkConfig.from_target_config(target.config, sliding_window=6)
     draft, directory = DeepseekV41DSparkModel(config), tmp_path / "draft"
     draft.save_pretrained(directory)
-    files = {file.name: file.read_bytes() for file in directory.iterdir()}
+    files = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
 
     prompts = torch.randint(1, 32, (4, 6)).tolist()
     report = calibrate(target, draft, *split_prompts(prompts), max_new_tokens=8, rounds=4, bootstrap_samples=5)
@@ -384,7 +384,7 @@ def test_a_dspark_draft_of_a_v41_target(tmp_path):
     save_temperatures(draft, report.temperatures, directory)
     loaded = DeepseekV41DSparkModel.from_pretrained(directory)
     assert loaded.config.confidence_temperatures == report.temperatures
-    after = {file.name: file.read_bytes() for file in directory.iterdir()}
+    after = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
     assert after.keys() == files.keys()
     assert [name for name in files if after[name] != files[name]] == ["config.json"]
     before, stored = json.loads(files["config.json"]), json.loads(after["config.json"])
