@@ -84,7 +84,7 @@ DEMOS = {
         shape={
             "num_draft_layers": 1,  # on a target of six layers a second one costs more than it brings
             "block_size": 8,
-            "target_layer_ids": [0, 2, 4],  # the default ids repeat on so shallow a target
+            "target_layer_ids": [0, 2, 4],  # every second one
             "is_causal": True,
             "sliding_window": 8,  # what is near, without positions: see benchmarks/visibility.py
         },
@@ -98,7 +98,7 @@ DEMOS = {
         draft_type="dspark",
         target="deepseek_v41",
         shape={},  # the target's own: one stage, blocks of 5
-        max_steps=280,
+        max_steps=220,
         learning_rate=2e-3,
         demo_seconds=730.0,
         target_probe_seconds=1.4,
