@@ -54,7 +54,7 @@ def main(max_steps: int, names: list[str]) -> None:
         )
         shape = {key: settings[key] for key in ("num_draft_layers", "block_size")} | shape
         trainer = new_trainer(
-            new_draft(target, tokenizer, **shape),
+            new_draft(target, tokenizer, rows=parts["train"], **shape),
             target,
             args,
             train_dataset=parts["train"],
