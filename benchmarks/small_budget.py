@@ -22,10 +22,10 @@ HELD_OUT = 96
 SHARED = ("per_device_train_batch_size", "num_anchors", "learning_rate", "train_sampling_strategy", "bf16")
 # What differs from the example's settings: of the draft, and of training.
 VARIANTS = {
-    "as the example trains": ({}, {}),
+    "the trainer's defaults": ({}, {}),
     "AdamW alone": ({}, {"muon": False}),
-    "start not fitted to the target": ({}, {"fit_to_target": False}),
-    "AdamW alone, start not fitted": ({}, {"muon": False, "fit_to_target": False}),
+    "start fitted to the target": ({}, {"fit_to_target": True}),
+    "AdamW alone, start fitted": ({}, {"muon": False, "fit_to_target": True}),
     "blocks of 8, as many slots a step": ({"block_size": 8, "sliding_window": 4}, {"num_anchors": 24}),
     "ranks of a quarter and an eighth": ({"q_lora_rank": 144, "kv_lora_rank": 72}, {}),
 }

@@ -1,9 +1,9 @@
-"""How a new draft starts: fitted to the scale of its target's features and of its target's head.
+"""How a new draft may start: fitted to the scale of its target's features and of its target's head.
 
 Channels of a language model's hidden states differ thousands of times in magnitude, and the few large ones drown the
 others in the draft's projection of them. A frozen head turns the draft's normed states into logits whose spread has
 nothing to do with how little a new draft knows: with tied embeddings it is sure that each masked slot holds the mask
-token. A draft that starts like this spends its first thousand steps on unlearning.
+token.
 """
 
 import math

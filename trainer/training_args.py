@@ -78,8 +78,8 @@ class DraftTrainingArguments(TrainingArguments):
         },
     )
     fit_to_target: bool = field(
-        default=True,
-        metadata={"help": "Start a new draft at the scale of the target's features and of its head."},
+        default=False,
+        metadata={"help": "Start a new draft at the scale of the target's features and head."},
     )
     cache_features: bool = field(
         default=False,
