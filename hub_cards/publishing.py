@@ -1,5 +1,6 @@
 """Publishing saved drafts on the Hugging Face Hub: which files, in one commit, and errors that say what to do."""
 
+import filecmp
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from .card import CARD, card_of_repository, write_card
+from .card import CARD, METRICS, card_of_repository, write_card
 from .card_rules import validate_card
 
 logger = logging.get_logger(__name__)
@@ -162,17 +163,30 @@ def _auto_map(config: Path) -> dict:
 
 
 def _modules(directory: Path, present: set[str]) -> set[str]:
-    """Python files beside the weights: what the `auto_map`s name, and what that imports."""
+    """Python files beside the weights."""
+    configs = sorted(present & {"config.json", "tokenizer_config.json"})
+    return {module for name in configs for module in code_files(directory / name)}
+
+
+def code_files(config: Path) -> set[str]:
+    """Names of the Python files that the `auto_map` of a configuration leads to, and of what they import.
+
+    Raises:
+        ValueError: if one is not beside the configuration.
+    """
     modules = set()
-    for config in sorted(present & {"config.json", "tokenizer_config.json"}):
-        for names in _auto_map(directory / config).values():
-            for name in [names] if isinstance(names, str) else names:
-                if name is None or "--" in name:  # code of another repository
-                    continue
-                file = directory / f"{name.split('.')[0]}.py"
-                if not file.is_file():
-                    raise ValueError(f"{directory} lacks {file.name}, which {config} names: save the draft again.")
+    for names in _auto_map(config).values():
+        for name in [names] if isinstance(names, str) else names:
+            if name is None or "--" in name:  # code of another repository
+                continue
+            file = config.parent / f"{name.split('.')[0]}.py"
+            try:
                 modules |= {file.name, *(Path(path).name for path in get_relative_import_files(file))}
+            except FileNotFoundError as error:
+                lacking = Path(error.filename).name
+                raise ValueError(
+                    f"{config.parent} lacks {lacking}, which {config.name} leads to: save the draft again."
+                ) from error
     return modules
 
 
@@ -278,7 +292,8 @@ def publish_model(
     **kwargs,
 ) -> CommitInfo:
     """
-    Saves a draft with a fresh card and publishes it; `draft.push_to_hub` does this.
+    Saves a draft with a fresh card and publishes it; `draft.push_to_hub` does this. The card has the measurements that
+    lie where the draft was loaded from, if its weights and settings are still those.
 
     Args:
         draft ([`DraftPreTrainedModel`]): the draft.
@@ -289,12 +304,28 @@ def publish_model(
     """
     with tempfile.TemporaryDirectory() as directory:
         draft.save_pretrained(directory, max_shard_size=max_shard_size)
-        path = write_card(directory, draft.config)
+        path = write_card(directory, draft.config, _measured(draft.name_or_path, Path(directory)))
         if tags:
             card = ModelCard.load(path, ignore_metadata_errors=False)
             card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
             card.save(path)
         return publish(directory, repo_id, **kwargs)
+
+
+def _measured(source: str, saved: Path) -> dict | None:
+    """`metrics.json` of the directory that a draft was loaded from, if what is `saved` of it now is the same: the
+    weights byte for byte, the configuration but for the versions that wrote it."""
+    metrics, config = Path(source, METRICS), Path(source, "config.json")
+    if not source or not (metrics.is_file() and config.is_file()):
+        return None
+    settings = [json.loads(path.read_text(encoding="utf-8")) for path in (config, saved / "config.json")]
+    for each in settings:
+        each.pop("transformers_version", None)
+    weights = {path.name for path in saved.iterdir() if any(fnmatch(path.name, pattern) for pattern in WEIGHTS)}
+    same, *_ = filecmp.cmpfiles(source, saved, weights, shallow=False)
+    if settings[0] != settings[1] or set(same) != weights:
+        return None
+    return json.loads(metrics.read_text(encoding="utf-8"))
 
 
 def prepare_repository(api: HfApi, repo_id: str, private: bool | None) -> str:

@@ -12,9 +12,10 @@ from ..configuration.configuration_draft import DraftConfig
 from .target_features import decoder_layers
 
 TRIAL_TOKENS = 8
+HIDDEN = 1e30  # a logit of this size belongs to a token that the target never says
+HEAD_NOT_CALLED = "The target makes its logits without calling `get_output_embeddings()`, as a draft's are made."
 
 
-@torch.no_grad()
 def transform_faults(target: PreTrainedModel, config: DraftConfig) -> list[str]:
     """Runs the target on a few tokens and compares what it does with the draft's settings.
 
@@ -26,14 +27,10 @@ def transform_faults(target: PreTrainedModel, config: DraftConfig) -> list[str]:
         One line for each setting that differs, with the value to set where there is one. Positions and norms that the
         target adds to its embeddings are no fault: the draft has its own.
     """
-    seen = _run(target, config.vocab_size)
+    seen = run_target(target, config.vocab_size)
     if "head_output" not in seen:
-        return ["The target makes its logits without calling `get_output_embeddings()`, as a draft's are made."]
-    faults = []
-    for name, width in (("embedding", seen["embeds"].shape[-1]), ("head", seen["head_input"].shape[-1])):
-        if width != config.hidden_size:
-            faults.append(f"`hidden_size` is {config.hidden_size}, but the target's {name} is {width} wide.")
-    return faults + _logit_faults(seen, config) + _embedding_faults(seen, config)
+        return [HEAD_NOT_CALLED]
+    return logit_faults(seen, config) + embedding_faults(seen, config)
 
 
 def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.device) -> None:
@@ -56,17 +53,21 @@ def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.de
         )
 
 
-def _run(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def run_target(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tensor]:
+    """What a forward on tokens from all over the vocabulary shows: `embeds`, the first layer's `first_input`, `logits`
+    and, if it calls its head, `head_input` and `head_output`."""
     seen, embedding, head = {}, target.get_input_embeddings(), target.get_output_embeddings()
 
     def keep_embeds(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         seen["embeds"] = output
 
     def keep_first_layers_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen["first_input"] = args[0] if args else kwargs["hidden_states"]
+        states = args[0] if args else kwargs["hidden_states"]
+        seen["first_input"] = states.mean(dim=2) if states.dim() == 4 else states  # of hyper-connection streams
 
     def keep_head(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        seen["head_input"], seen["head_output"] = args[0], output
+        seen["head_input"], seen["head_output"] = args[0], output.clone()  # the target may change it in place
 
     hooks = [
         embedding.register_forward_hook(keep_embeds),
@@ -82,17 +83,24 @@ def _run(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tensor]:
     return seen
 
 
-def _logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
+def logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
+    """Of what [`run_target`] saw: whether the draft's settings make the target's logits out of its head's output."""
+    if (width := seen["head_input"].shape[-1]) != config.hidden_size:
+        return [f"`hidden_size` is {config.hidden_size}, but the target's head is {width} wide."]
     raw, logits = seen["head_output"].float(), seen["logits"].float().to(seen["head_output"].device)
     if raw.shape != logits.shape:
         return [f"The target cuts its {raw.shape[-1]} logits to {logits.shape[-1]}; a draft proposes from all."]
+    if not torch.isfinite(raw).all():
+        return ["The target's head returns NaN or infinite logits."]
+    shown = logits.abs() < HIDDEN
+    raw, logits = raw[shown], logits[shown]
     expected = raw * config.output_multiplier
     if (cap := config.final_logit_softcapping) is not None:
         expected = cap * torch.tanh(expected / cap)
-    difference = (logits - expected).abs().max().item()
-    if difference <= _tolerance(seen["logits"]):
+    difference, dtype = (logits - expected).abs().max().item(), seen["logits"].dtype
+    if difference <= _tolerance(logits, dtype):
         return []
-    factor = _factor(raw, logits, seen["logits"])
+    factor = _factor(raw, logits, dtype)
     mend = "" if factor is None else f"; set `output_multiplier` to {factor:.6g} and no `final_logit_softcapping`"
     return [
         f"The draft's logits are up to {difference:.3g} from the target's: it has `output_multiplier` "
@@ -100,21 +108,25 @@ def _logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[st
     ]
 
 
-def _embedding_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
+def embedding_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
+    """Of what [`run_target`] saw: whether draft tokens are embedded as the target's first layer gets them."""
     embeds, first = seen["embeds"].float(), seen["first_input"]
+    if (width := embeds.shape[-1]) != config.hidden_size:
+        return [f"`hidden_size` is {config.hidden_size}, but the target's embedding is {width} wide."]
     if first.shape != embeds.shape:
         return []
-    factor = _factor(embeds, first.float().to(embeds.device), first)
+    factor = _factor(embeds, first.float().to(embeds.device), first.dtype)
     if factor is None or abs(factor - config.input_embedding_scale) <= 1e-2 * factor:
         return []
     return [f"`input_embedding_scale` is {config.input_embedding_scale:.6g}; the target multiplies by {factor:.6g}."]
 
 
-def _tolerance(values: torch.Tensor) -> float:
-    return 16 * torch.finfo(values.dtype).eps * values.float().abs().max().item()
+def _tolerance(values: torch.Tensor, dtype: torch.dtype) -> float:
+    """For values that were rounded to `dtype`."""
+    return 16 * torch.finfo(dtype).eps * values.abs().max().item()
 
 
-def _factor(before: torch.Tensor, after: torch.Tensor, rounded: torch.Tensor) -> float | None:
-    """The one number that turns `before` into `after`, or `None`."""
+def _factor(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> float | None:
+    """The one number that turns `before` into `after`, which was rounded to `dtype`, or `None`."""
     factor = ((before * after).sum() / before.square().sum()).item()
-    return factor if (before * factor - after).abs().max().item() <= _tolerance(rounded) else None
+    return factor if (before * factor - after).abs().max().item() <= _tolerance(after, dtype) else None

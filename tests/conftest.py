@@ -1,6 +1,9 @@
 """What every test file shares: seeds, threads and the reference numbers."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +97,17 @@ def hub(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
         huggingface_hub.utils._http.close_session()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of each draft after the step that two gloo processes take, one of which gets rows without an anchor."""
+    output_dir, script = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent / "two_rank_step.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    result = subprocess.run([*command, str(output_dir)], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {family: torch.load(output_dir / f"{family}.pt", weights_only=True) for family in ("dflash", "dspark")}
 
 
 @pytest.fixture(scope="session", autouse=True)

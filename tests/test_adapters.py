@@ -312,6 +312,18 @@ def test_settings_that_cannot_be_are_refused(tmp_path, bases):
         DraftTrainer(draft, target, arguments, peft_config=LoraConfig())
 
 
+def test_an_adapter_of_a_local_base_is_not_pushed(tmp_path, bases, hub):
+    """Said before training where it is asked for, else when it is; the Hub hears nothing of it."""
+    mend = r"directory \S+dflash\S+, which others do not have. Push the base first .*load it by its repository name"
+    with pytest.raises(ValueError, match=mend):
+        trainer_of(bases["dflash"], tmp_path, push_to_hub=True, hub_model_id="user/adapter")
+    trainer = trainer_of(bases["dflash"], tmp_path, hub_model_id="user/adapter")
+    trainer.train()
+    with pytest.raises(ValueError, match=mend):
+        trainer.push_to_hub()
+    assert not hub.repos and not hub.requests
+
+
 def test_an_adapter_without_its_base_says_so(tmp_path, bases):
     trainer = trainer_of(bases["dflash"], tmp_path)
     [config] = trainer.model.peft_config.values()

@@ -13,6 +13,7 @@ import torch
 from counting_pairs import SPECIAL, chats, counting_rows, counting_target, counting_tokenizer, write_draft
 from decoding_reports import LOOP, TEXT, make_answer, make_report
 from safetensors.torch import load_file, save_file
+from test_any_target import quantise
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -135,6 +136,10 @@ def mask_past_the_embedding(patient: Patient) -> None:
     patient.settings(mask_token_id=64)
 
 
+def mask_that_is_no_number(patient: Patient) -> None:
+    patient.settings(mask_token_id="<|reserved|>")
+
+
 def bidirectional_without_positions(patient: Patient) -> None:
     patient.settings(is_causal=False, sliding_window=None)
 
@@ -156,6 +161,11 @@ def tensors_of_another_shape(patient: Patient) -> None:
     patient.settings(kv_lora_rank=16)
 
 
+def weights_cut_off(patient: Patient) -> None:
+    path = patient.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def weights_not_a_number(patient: Patient) -> None:
     patient.weights(lambda tensors: tensors["fc.weight"][3, 5].fill_(float("nan")))
 
@@ -166,6 +176,10 @@ def matrix_of_zeros(patient: Patient) -> None:
 
 def code_left_behind(patient: Patient) -> None:
     (patient.folder / "modeling_kimi_k3_dflash.py").unlink()
+
+
+def a_layers_code_left_behind(patient: Patient) -> None:
+    (patient.folder / "kimi_k3_layers.py").unlink()
 
 
 def no_auto_map(patient: Patient) -> None:
@@ -207,8 +221,24 @@ def head_not_tied(patient: Patient) -> None:
     patient.target.config.tie_word_embeddings = True
 
 
+def narrower_embedding(patient: Patient) -> None:
+    rows = patient.target.get_input_embeddings().weight[:, :16]
+    patient.target.set_input_embeddings(nn.Embedding.from_pretrained(rows.detach()))
+
+
 def head_of_zeros(patient: Patient) -> None:
     nn.init.zeros_(patient.target.lm_head.weight)
+
+
+def scaled_layer_input(patient: Patient) -> None:
+    def scale(module, args, kwargs):
+        return (2 * args[0], *args[1:]), kwargs
+
+    patient.target.model.layers[0].register_forward_pre_hook(scale, with_kwargs=True)
+
+
+def head_not_a_number(patient: Patient) -> None:
+    patient.target.model.norm.register_forward_hook(lambda module, args, output: output * float("nan"))
 
 
 def soft_cap_that_the_target_lacks(patient: Patient) -> None:
@@ -235,14 +265,17 @@ SEEN = {
     another_capture_point: "capture point",
     mask_is_a_stop_token: "mask token",
     mask_past_the_embedding: "mask token",
+    mask_that_is_no_number: "mask token",
     bidirectional_without_positions: "visibility",
     setting_of_another_type: "configuration",
     head_in_the_checkpoint: "stray head",
     tensor_missing: "weights",
     tensors_of_another_shape: "weights",
+    weights_cut_off: "weights",
     weights_not_a_number: "weight values",
     matrix_of_zeros: "weight values",
     code_left_behind: "code",
+    a_layers_code_left_behind: "code",
     no_auto_map: "code",
     never_trained: "training",
     another_template: "chat template",
@@ -253,12 +286,15 @@ SEEN = {
     padded_embedding: "target",
     head_not_tied: "heads",
     head_of_zeros: "heads",
+    narrower_embedding: "heads",
     soft_cap_that_the_target_lacks: "logits",
     another_multiplier: "logits",
+    head_not_a_number: "logits",
+    scaled_layer_input: "embedding scale",
     target_in_bfloat16: "dtype",
     quantised_target: "dtype",
 }
-ONLY_WARNED_OF = {"dtype", "stop token"}
+ONLY_WARNED_OF = {"dtype", "stop token", "embedding scale"}
 
 
 @pytest.mark.parametrize("plant", SEEN, ids=lambda plant: plant.__name__)
@@ -268,6 +304,53 @@ def test_a_fault_is_seen_without_data(plant, admit):
     finding = patient.examine()[SEEN[plant]]
     assert finding.status == (WARNING if finding.check in ONLY_WARNED_OF else FAULT), finding
     assert finding.found and finding.mend
+
+
+# ---- what is no fault -----------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_target_is_looked_at_as_any_other(admit):
+    """Its head has no weight to read; and of two configurations that say it is tied, one is right."""
+    patient = admit("dspark")
+    quantise(patient.target)
+    found = patient.examine(measure=True, num_prompts=1)
+    assert found["heads"].status == "ok" and "Int8Linear" in found["heads"].found
+    assert found["draft accuracy"].status == found["logits"].status == "ok"
+    tied = admit("dflash")
+    tied.target.config.tie_word_embeddings = True
+    tied.target.get_output_embeddings().weight = nn.Parameter(tied.target.get_input_embeddings().weight.detach())
+    assert tied.examine()["heads"].status == "ok"
+
+
+def test_tokens_that_the_target_hides_are_no_other_logits(admit):
+    patient = admit("dflash")
+
+    def hide(module, args, output):
+        output.logits[..., 50:] = float("-inf")
+        return output
+
+    patient.target.register_forward_hook(hide)
+    assert patient.examine()["logits"].status == "ok"
+
+
+def test_one_of_several_templates(admit):
+    patient = admit("dflash")
+    patient.tokenizer.chat_template = {"default": patient.tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    assert patient.examine()["chat template"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ raise_exception('system first') }}", "system first"),
+        ("{% if add_generation_prompt %}{{ messages[0]['content'] }} 1{% else %}<|im_end|>{% endif %}", "not show"),
+    ],
+)
+def test_templates_that_do_not_show_what_precedes_an_answer(template, found, admit):
+    patient = admit("dflash")
+    patient.tokenizer.chat_template = template
+    finding = patient.examine(measure=True, num_prompts=1)["prompts"]
+    assert finding.status == SKIPPED and found in finding.found
 
 
 # ---- faults that only measuring shows -------------------------------------------------------------------------------
@@ -295,6 +378,7 @@ def scaled_embeddings(patient: Patient) -> None:
 
 def another_block_size(patient: Patient) -> None:
     patient.settings(block_size=12)
+    patient.rows = list(counting_rows(patient.tokenizer, slice(None, None, 2)))
 
 
 def fresh_weights(patient: Patient) -> None:
@@ -374,7 +458,7 @@ def test_a_fault_is_measured(plant, admit):
     patient = admit(kind)
     plant(patient)
     decoded = check in ("confidence", "block size", "training against decoding")
-    lengths = {"num_prompts": 7, "max_new_tokens": 32} if decoded else {"num_prompts": 1}
+    lengths = {"num_prompts": len(patient.rows), "max_new_tokens": 32} if decoded else {"num_prompts": 1}
     finding = patient.examine(measure=True, **lengths)[check]
     assert finding.status == (WARNING if check in ONLY_WARNED_OF else FAULT), finding
     assert finding.found and finding.mend
@@ -402,6 +486,14 @@ def test_decoding_is_held_against_teacher_forcing():
     assert (decoding.status, slots.status, loops.status) == (FAULT, "ok", "ok")
     assert "tau 1.38" in decoding.found and "4.00" in decoding.found
     assert [finding.status for finding in check_decoding(make_report(report.answers[:1]), forced, {})] == [SKIPPED]
+    # One drafted token is at most a tau of 2, and 24 rounds say little of a last slot.
+    pair = make_report([make_answer(TEXT, [2] * 9 + [1])] * 3, block_size=2)
+    logged = {"accuracy": 0.95, "estimated_tau": 1.95}
+    half = Acceptance(torch.tensor([19.0]), torch.tensor([20.0]), torch.ones(1))
+    assert {finding.status for finding in check_decoding(pair, half, logged)} == {"ok"}
+    short = make_report([make_answer(TEXT, [2] * 8)] * 3)
+    assert check_decoding(short, forced, {})[1].status == "ok"
+    assert check_decoding(make_report(short.answers * 5), forced, {})[1].status == FAULT
     looping = make_report([make_answer(LOOP, [4] * 12), make_answer(TEXT, [4] * 12)])
     assert [finding.status for finding in check_decoding(looping, forced, {})] == ["ok", "ok", WARNING]
 
@@ -427,8 +519,12 @@ def test_chance_is_no_gain():
 
 
 def test_an_engine_is_looked_at_when_named(admit):
-    finding = admit("dspark").examine(engine="vllm")["engine"]
+    patient = admit("dspark")
+    finding = patient.examine(engine="vllm")["engine"]
     assert finding.status == WARNING and "capture_point" in finding.found
+    assert "takes its target's quantisation" not in finding.found  # the target is there to be looked at
+    with pytest.raises(ValueError, match="`engine` is 'tgi'"):
+        patient.examine(engine="tgi")
 
 
 def test_command(admit, tmp_path, capsys):
@@ -450,6 +546,9 @@ def test_command(admit, tmp_path, capsys):
     assert text.startswith("fault    slot layout") and '"slot_layout": "1+N"' in text
     assert json.loads(output.read_text())[0].keys() == {"check", "status", "found", "mend"}
 
+    (patient.folder / "config.json").write_text("[]")
+    assert main(command) == 2
+    assert "holds no settings" in capsys.readouterr().err
     (patient.folder / "config.json").unlink()
     assert main(command) == 2
     assert "no config.json" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from functools import partial
 
 import huggingface_hub.constants
 import pytest
@@ -10,6 +11,7 @@ import torch
 from draft_models import tiny_draft
 from hub_server import EXPIRED_TOKEN, READ_TOKEN, TOKEN, Fault
 from safetensors.torch import load
+from transformers import AutoModel
 
 from blockdraft.hub_cards import publishing
 from blockdraft.hub_cards.card import write_card
@@ -82,6 +84,7 @@ def adapter_of_a_local_base(directory):
         (remove("model.safetensors"), "no weights"),
         (remove("README.md"), "no model card"),
         (remove("modeling_kimi_k3_dflash.py"), "lacks modeling_kimi_k3_dflash.py"),
+        (remove("kimi_k3_layers.py"), "lacks kimi_k3_layers.py"),
         (lambda directory: (directory / "config.json").write_text("{}"), "names no code"),
         (index_of_a_lost_shard, "lacks model-00001-of-00002"),
         (adapter_of_a_local_base, "base_model_name_or_path.*push the base draft first"),
@@ -167,6 +170,30 @@ def test_a_draft_pushes_itself(hub, tmp_path):
     assert "- tiny\n" in hub.repos[REPO].tree()["README.md"].content.decode()
     draft.save_pretrained(tmp_path / "x", push_to_hub=True, repo_id="user/other", create_pr=True)
     assert "model.safetensors" in hub.repos["user/other"].tree("refs/pr/1")
+
+
+def test_a_draft_takes_its_measurements_along_while_it_is_what_was_measured(hub, tmp_path):
+    draft = tiny_draft(target={"name_or_path": "org/target"})
+    draft.save_pretrained(tmp_path)
+    protocol = {"decoding": "greedy", "block_size": 4, "prompts": 8, "max_new_tokens": 64}
+    metrics = {"chat": {"tau": 2.5, "protocol": protocol | {"dtype": "float32", "hardware": "2 CPUs"}}}
+    write_card(tmp_path, draft.config, metrics)
+
+    def pushed(draft):
+        draft.push_to_hub(REPO)
+        tree = hub.repos[REPO].tree()
+        assert ("metrics.json" in tree) == (b"2.50" in tree["README.md"].content)
+        return "metrics.json" in tree and json.loads(tree["metrics.json"].content) == metrics
+
+    saved = partial(AutoModel.from_pretrained, tmp_path)
+    assert not pushed(draft)  # made here: nothing says that it is what lies there
+    assert pushed(saved())
+    assert not pushed(saved(dtype=torch.bfloat16))
+    trained, configured = saved(), saved()
+    trained.norm.weight.data[0] += 1
+    configured.config.block_size = 3
+    assert not pushed(trained) and not pushed(configured)
+    assert pushed(saved())
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------

@@ -102,6 +102,17 @@ def _check_names(config: LoraConfig, draft: nn.Module) -> None:
             raise ValueError(f"`{setting}` names {', '.join(missing)}, which the draft has not.")
 
 
+def check_publishable(model: PeftModel) -> None:
+    """Raises a `ValueError` if the adapter's base is a directory: whoever gets the adapter would not have it."""
+    [config] = model.peft_config.values()
+    if os.path.isabs(base := config.base_model_name_or_path):
+        raise ValueError(
+            f"The adapter cannot be pushed to the Hub: its base draft is the directory {base}, which others do not "
+            'have. Push the base first (`draft.push_to_hub("user/draft")`), load it by its repository name and train '
+            "the adapter on that."
+        )
+
+
 def base_draft(model: nn.Module) -> PreTrainedModel:
     """The draft itself, of a draft with an adapter or without."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

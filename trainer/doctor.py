@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_draft import target_record
+from ..modeling.engine_fit import ENGINES
 from ..modeling.pairing import check_pair
 from ..modeling.target_features import capture_features
 from .calibration import decode_rounds, survival_probabilities
@@ -50,10 +51,11 @@ from .doctor_pair import (
     check_visibility,
 )
 from .doctor_report import FAULT, Finding, fault, ok, skipped, warning
-from .evaluation import eval_mode, evaluate_decoding, held_out_prompts
+from .evaluation import eval_mode, evaluate_decoding, held_out_prompts, promises_too_much
 
 MAX_ROWS_READ = 500
-LEAST_ROUNDS, CONFIDENCE_ROUNDS = 20, 300  # to judge on; to decode for the confidence head
+# To judge on; to judge a slot that hardly any round gets to; to decode for the confidence head.
+LEAST_ROUNDS, SLOT_ROUNDS, CONFIDENCE_ROUNDS = 20, 100, 300
 USELESS = 0.02  # a drafted slot that fewer rounds get past costs more than it brings
 
 
@@ -84,12 +86,13 @@ def doctor(
         The outcome of each check, in the order of looking.
 
     Raises:
-        ValueError: if the folder holds no draft of ours, or the rows are packed.
+        ValueError: if the folder holds no draft of ours, the rows are packed, or nothing is known of the engine.
     """
-    rows = [] if rows is None else [rows[i] for i in range(0, len(rows), max(1, len(rows) // MAX_ROWS_READ))]
+    if engine not in (None, *ENGINES):
+        raise ValueError(f"`engine` is {engine!r}; choose {' or '.join(ENGINES)}.")
+    rows = [] if rows is None else [rows[i] for i in range(0, len(rows), -(-len(rows) // MAX_ROWS_READ) or 1)]
     if rows and "document_ids" in rows[0]:
         raise ValueError("`rows` are packed: give them as they were before packing.")
-    target.eval()
     if isinstance(draft, PreTrainedModel):
         folder, settings, findings = None, draft.config.to_dict(), []
     else:
@@ -115,7 +118,7 @@ def doctor(
         return [*findings, _not_measured("the draft cannot be loaded")]
     if folder is not None:
         draft.to(target.device)
-    findings += [check_values(draft), check_engine(draft, engine)]
+    findings += [check_values(draft), check_engine(draft, target, engine)]
     if (obstacle := _obstacle(target, draft)) is not None:
         return [*findings, _not_measured(f"the pair does not run: {obstacle}")]
     with eval_mode(target, draft), warnings.catch_warnings():
@@ -160,9 +163,11 @@ def _not_measured(why: str, mend: str = "Mend the faults first.") -> Finding:
 
 def _obstacle(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
     """Why draft and target cannot be run together, if they cannot."""
-    config, rows = draft.config, len(target.get_input_embeddings().weight)
+    config, (rows, width) = draft.config, target.get_input_embeddings().weight.shape
     if target.get_output_embeddings() is None:
         return "the target has no LM head"
+    if width != config.hidden_size:
+        return f"`hidden_size` is {config.hidden_size}, the target's embedding is {width} wide"
     if config.mask_token_id >= rows:
         return f"`mask_token_id` {config.mask_token_id} is not among the {rows} embedding rows"
     try:
@@ -199,7 +204,7 @@ def check_decoding(report: DecodingReport, base: Acceptance, logged: dict[str, f
         return [skipped("decoding", f"tau {tau:.2f} over {rounds} rounds, too few to judge", mend)]
     found = f"tau {tau:.2f} over {rounds} rounds; teacher-forced blocks of the rows give {forced:.2f}"
     # Accepted in the rows and not in the answers: they are not the target's text, or were learned by heart.
-    if forced - 1 > 2 * (tau - 1) + 0.3:
+    if promises_too_much(forced, tau):
         mend = "Train on the target's own answers (`blockdraft regenerate`); judge on prompts held out from training."
         findings.append(fault("decoding", found, mend))
     else:
@@ -209,7 +214,7 @@ def check_decoding(report: DecodingReport, base: Acceptance, logged: dict[str, f
         found = (
             f"training logged accuracy {accuracy:.2f} and an estimated tau of {estimate:.2f}; decoding gives {tau:.2f}"
         )
-        if (accuracy > 0.9 and tau < 2) or estimate - 1 > 2 * (tau - 1) + 0.3:
+        if promises_too_much(estimate, tau):
             mend = (
                 "The training saw what it had to predict (context past the anchor, evaluation rows), or another "
                 "target, tokenizer or layers than now: train with `blockdraft train`, which masks both."
@@ -225,7 +230,7 @@ def _slots(report: DecodingReport) -> Finding:
     name, slots = "block size", report.acceptance_by_slot
     useful = sum(share >= USELESS for share in slots)
     shares = ", ".join(f"{share:.0%}" for share in slots)
-    if useful < len(slots) and slots[0] > 0.2:
+    if useful < len(slots) and slots[0] > 0.2 and len(report.accepted_lengths) >= SLOT_ROUNDS:
         found = f"blocks of {report.block_size}, but rounds get past their drafted tokens in {shares}"
         mend = (
             f"Set `block_size` to what was trained; if it is, serve {report.block_size - len(slots) + max(1, useful)} "

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..hub_cards.publishing import code_files
 from .commands import DRAFT_TYPES, DraftType, check_path
 from .doctor_report import Finding, fault, ok, skipped, warning
 from .report import REPORT_NAME
@@ -47,6 +48,8 @@ def read_settings(folder: Path) -> dict:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"`draft`: {path} is not JSON: {error}. Save the draft again.") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"`draft`: {path} holds no settings. Save the draft again.")
     kind = draft_type(stored, str(path)).config
     view = stored if kind.engine_view_key is None else stored.get(kind.engine_view_key) or {}
     return {ours: view[name] for name, ours in kind.engine_view.items() if name in view} | stored
@@ -86,7 +89,7 @@ def load_draft_leniently(folder: Path, settings: dict) -> tuple[PreTrainedModel 
         draft, info = kind.model.from_pretrained(
             folder, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         return None, [fault("weights", f"They cannot be read: {reason}", "Save or download the draft again.")]
     return draft.eval(), [ok("configuration", f"{config.model_type}, complete"), check_loading(info)]
@@ -130,7 +133,10 @@ def check_values(draft: PreTrainedModel) -> Finding:
 
 def check_stray_heads(folder: Path) -> Finding:
     """A draft uses the target's embedding and head; a copy in its checkpoint tempts engines to load that instead."""
-    names = [name for path in folder.glob("*.safetensors") for name in _tensor_names(path)]
+    try:
+        names = [name for path in folder.glob("*.safetensors") for name in _tensor_names(path)]
+    except SafetensorError:
+        return skipped("stray head", "the weights cannot be read")
     stray = [name for name in names if {"lm_head", "embed_tokens"} & set(name.split("."))]
     if stray:
         mend = "Take them out of the checkpoint: the target's own are used, and a copy can be stale or untied."
@@ -149,11 +155,10 @@ def check_code(folder: Path, settings: dict) -> Finding:
     if missing := {"AutoConfig", "AutoModel"} - auto_map.keys():
         found = f"config.json has no `auto_map` for {' and '.join(sorted(missing))}"
         return fault("code", found, "Save the draft with its own `save_pretrained`, which ships its code.")
-    # A reference may name another repository, as in owner/name--module.Class.
-    local = {f"{ref.split('.')[0]}.py" for ref in auto_map.values() if isinstance(ref, str) and "--" not in ref}
-    if absent := sorted(name for name in local if not (folder / name).is_file()):
-        found = f"`auto_map` names {', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not in the folder"
-        return fault("code", found, "Save the draft with its own `save_pretrained`, or upload the .py files too.")
+    try:
+        code_files(folder / "config.json")
+    except ValueError as error:
+        return fault("code", str(error), "Save the draft with its own `save_pretrained`, or upload the .py files too.")
     return ok("code", "its code is in the checkpoint")
 
 
@@ -165,9 +170,12 @@ def check_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Finding:
     trained = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     if template.is_file():
         trained = template.read_text(encoding="utf-8")
-    if trained != tokenizer.chat_template:
+    served = tokenizer.chat_template
+    if isinstance(served, dict):  # several, of which one is used unless another is named
+        served = served.get("default")
+    if trained != served:
         found = "the target's tokenizer has another chat template than the one saved with the draft"
-        if trained is None or tokenizer.chat_template is None:
+        if trained is None or served is None:
             found = f"the {'draft was trained' if trained is None else 'target is served'} without a chat template"
         return fault("chat template", found, "Serve with the draft's chat_template, or train on rows of the new one.")
     return ok("chat template", "the one that the draft was trained with" if trained else "none, in training neither")
@@ -179,15 +187,12 @@ def check_training(settings: dict) -> Finding:
     if not training:
         mend = "If the draft was made elsewhere, mind the measured checks; otherwise save it with the trainer."
         return warning("training", "no record of a training", mend)
-    step, epoch = training.get("global_step") or 0, training.get("epoch") or 0
-    if step == 0:
+    steps, epochs, rows = training.get("global_step") or 0, training.get("epoch") or 0, training.get("batch_size")
+    if steps == 0:
         return fault(
             "training", "0 steps: the draft is untrained", "Train it, or load the checkpoint that was trained."
         )
-    found = f"{step} steps of {training.get('batch_size')} rows, {epoch:.2f} epochs"
-    if epoch < 1:
-        return warning("training", found, "The data was not seen once: train longer.")
-    return ok("training", found)
+    return ok("training", f"{steps} steps{f' of {rows} rows' if rows else ''}, {epochs:.2f} epochs")
 
 
 def logged_training(folder: Path) -> dict[str, float]:

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_draft import ANCHOR_FIRST, propose_mask_token_ids
 from ..modeling.block_attention import block_attention_mask
+from ..modeling.plain_decoding import device_of
 from ..modeling.target_features import capture_features, decoder_layers
 from .anchors import legal_anchors, legal_dspark_anchors, sample_anchors
 from .data import DraftCollator
 from .doctor_report import Finding, fault, ok, skipped, warning
-from .objectives import build_block_inputs, sum_over_slots, survival
+from .objectives import build_block_inputs, survival
 
 MAX_ROWS, MAX_LENGTH, MAX_ANCHORS = 16, 1024, 32
 BATCH_TOKENS, CHUNK = 2048, 1024  # tokens through the target, slots through its head, at once
@@ -92,7 +94,7 @@ class Rehearsal:
         longest = max((len(row["input_ids"]) for row in chosen), default=1)
         size = max(1, BATCH_TOKENS // longest)
         self.batches = [self._place(chosen[first : first + size]) for first in range(0, len(chosen), size)]
-        self._features: dict[tuple[int, ...], list[Tensor]] = {}
+        self._kept_features: tuple[list[int], list[Tensor]] | None = None  # layers, and what they gave
 
     def _legal_anchors(self, loss_mask: Tensor, lengths: Tensor | None = None) -> Tensor:
         if self.label_start:
@@ -108,16 +110,18 @@ class Rehearsal:
 
     @torch.no_grad()
     def features(self) -> list[Tensor]:
-        """`[B, S, F * H]` of each batch, for the layers now configured."""
-        key = tuple(self.config.target_layer_ids)
-        if key not in self._features:
-            with capture_features(self.target, key, self.config.capture_point, stop_after_last=True) as capture:
-                found = []
-                for rows in self.batches:
-                    capture.run(input_ids=rows.input_ids, attention_mask=rows.attention_mask, use_cache=False)
-                    found.append(capture.features(self.draft.device))
-            self._features[key] = found
-        return self._features[key]
+        """`[B, S, F * H]` of each batch, for the layers now configured; those asked for first are kept."""
+        layer_ids, kept = self.config.target_layer_ids, self._kept_features
+        if kept is not None and kept[0] == layer_ids:
+            return kept[1]
+        with capture_features(self.target, layer_ids, self.config.capture_point, stop_after_last=True) as capture:
+            found = []
+            for rows in self.batches:
+                capture.run(input_ids=rows.input_ids, attention_mask=rows.attention_mask, use_cache=False)
+                found.append(capture.features(self.draft.device))
+        if kept is None:
+            self._kept_features = (layer_ids, found)
+        return found
 
     @torch.no_grad()
     def acceptance(self, label_shift: int = 0, **settings) -> Acceptance:
@@ -153,17 +157,17 @@ class Rehearsal:
         row = torch.arange(len(anchors), device=anchors.device)[:, None, None]
         labels, previous = rows.input_ids[row, positions], rows.input_ids[row, positions - 1]
         counted = inside & (rows.loss_mask[row, positions] > 0)
-        head = target.get_output_embeddings()
 
-        def compare(states: Tensor, labels: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-            logits = draft.compute_logits(states, head)
+        head, places, chosen = target.get_output_embeddings(), counted.flatten().nonzero().squeeze(-1), []
+        states, previous, device = states.flatten(0, 1), previous.flatten(), device_of(head, target.device)
+        for chunk in places.split(CHUNK):
+            logits = draft.compute_logits(states[chunk.to(draft.device)].to(device), head)
             if draft.markov_head is not None:
-                logits = logits + draft.markov_head(previous.to(draft.device))[0].to(logits)
-            return logits.new_zeros(()), logits.argmax(-1) == labels
-
-        states = states.flatten(0, 1).to(head.weight.device, head.weight.dtype)
-        _, correct = sum_over_slots(compare, counted, [states, labels.flatten(), previous.flatten()], CHUNK)
-        return correct, counted
+                logits = logits + draft.markov_head(previous[chunk].to(draft.device))[0].to(logits)
+            chosen.append(logits.argmax(-1).to(labels.device))
+        correct = torch.zeros_like(counted).flatten()
+        correct[places] = torch.cat(chosen) == labels.flatten()[places]
+        return correct.view_as(counted), counted
 
 
 @contextmanager
@@ -246,7 +250,7 @@ def check_accuracy(base: Acceptance) -> Finding:
 
 
 def check_features(rehearsal: Rehearsal) -> Finding:
-    """Features that are broken, dead, or drowned in one channel."""
+    """Features that are broken or dead; and how large they are."""
     name, ids = "features", rehearsal.config.target_layer_ids
     batches = zip(rehearsal.batches, rehearsal.features(), strict=True)
     features = torch.cat([found[rows.attention_mask.to(found.device) > 0].float() for rows, found in batches])
@@ -361,13 +365,19 @@ def _generation_prompts(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase
     name = "prompts"
     if tokenizer.chat_template is None:
         return skipped(name, "the tokenizer has no chat template")
-    message = [{"role": "user", "content": "a"}]
-    render = {"tokenize": True, "return_dict": True}
-    without = tokenizer.apply_chat_template(message, **render)["input_ids"]
-    lead = tokenizer.apply_chat_template(message, add_generation_prompt=True, **render)["input_ids"][len(without) :]
+    message, render = [{"role": "user", "content": "a"}], {"tokenize": True, "return_dict": True}
+    try:
+        without, prompt = (
+            tokenizer.apply_chat_template(message, add_generation_prompt=asked, **render)["input_ids"]
+            for asked in (False, True)
+        )
+    except (TemplateError, ValueError) as error:
+        return skipped(name, f"the chat template does not take a lone user message: {error}")
+    # A template that ends the conversation where no answer is asked for does not show what it writes before one.
+    lead = prompt[len(without) :] if prompt[: len(without)] == without else []
     starts = [(row, start) for row in rows for start, _ in _answers(row)]
     if not lead or not starts:
-        return skipped(name, "the template writes nothing before an answer" if starts else "there is no answer")
+        return skipped(name, "what the template writes before an answer does not show" if starts else "no answer")
     # Thinking templates may add to it: the first token has to be near, the whole need not be.
     share = sum(lead[0] in row["input_ids"][max(0, start - 2 * len(lead)) : start] for row, start in starts) / len(
         starts

@@ -3,8 +3,6 @@
 The first ones read the draft's settings as stored, so that they work where its configuration cannot even be built.
 """
 
-import math
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,12 +16,9 @@ from ..configuration.configuration_draft import (
 )
 from ..modeling.engine_fit import ENGINES, engine_misfits
 from ..modeling.target_features import decoder_layers
+from ..modeling.target_transforms import HEAD_NOT_CALLED, embedding_faults, logit_faults, run_target
 from .doctor_checkpoint import draft_type
 from .doctor_report import Finding, fault, ok, skipped, warning
-
-# Relative error below which two computations of the same thing agree, in any dtype.
-SAME = 0.02
-SAMPLE_TOKENS = 16
 
 
 def check_slot_layout(settings: dict) -> Finding:
@@ -60,7 +55,7 @@ def check_engine_view(settings: dict) -> Finding:
 def check_layers(settings: dict, target: PreTrainedModel) -> Finding:
     """Range and order of the layers to read, in the target at hand."""
     name, ids, depth = "layer ids", settings.get("target_layer_ids"), len(decoder_layers(target))
-    mend = "Set `target_layer_ids` to the ids of the training: zero-based layers, `hidden_states[id + 1]`."
+    mend = "Set `target_layer_ids` to the ids of the training, which count the target's layers from zero."
     try:
         check_layer_ids(ids, depth, settings.get("capture_point") or LAYER_OUTPUT)
     except (ValueError, TypeError) as error:
@@ -88,10 +83,8 @@ def check_mask_token(settings: dict, target: PreTrainedModel, tokenizer: PreTrai
         mend = f"Take the id of the training; for a new draft, one of {free}."
     except ValueError as error:
         mend = str(error)
-    if mask is None:
-        return fault(name, "`mask_token_id` is absent", mend)
-    if not 0 <= mask < rows:
-        return fault(name, f"{mask} is outside the target's embedding, 0..{rows - 1}", mend)
+    if not isinstance(mask, int) or not 0 <= mask < rows:
+        return fault(name, f"`mask_token_id` is {mask!r}, not a row of the target's embedding, 0..{rows - 1}", mend)
     stops = target.generation_config.eos_token_id if target.generation_config else None
     used = {
         "bos": [tokenizer.bos_token_id],
@@ -123,15 +116,18 @@ def check_target(settings: dict, target: PreTrainedModel, found: dict) -> Findin
         return warning(name, "the draft does not say what target it was trained for", mend)
     if record.get("adapters", found["adapters"]) != found["adapters"]:
         return fault(name, f"PEFT adapters: {found['adapters']}, in training {record['adapters']}", mend)
-    if record.get("dtype") == found["dtype"]:  # a cast changes what is hashed
-        for part, digest in (("embedding", "embedding_sha256"), ("layers", "weights_sha256")):
-            if record.get(digest) and found[digest] and record[digest] != found[digest]:
-                return fault(name, f"other weights than in training ({part}): another revision or fine-tune", mend)
+    digests = {"embedding": "embedding_sha256", "layers": "weights_sha256"}
+    digests = {part: digest for part, digest in digests.items() if record.get(digest) and found[digest]}
+    if digests and record.get("dtype") == found["dtype"]:  # a cast changes what is hashed
+        if other := [part for part, digest in digests.items() if record[digest] != found[digest]]:
+            found_other = f"other weights than in training ({' and '.join(other)}): another revision or fine-tune"
+            return fault(name, found_other, mend)
         return ok(name, f"{found['architecture']}, the weights of the training")
     revision = found["revision"]
     if revision and record.get("revision") and revision != record["revision"]:
         return warning(name, f"revision {revision}, trained for {record['revision']}", mend)
-    return ok(name, f"{found['architecture']}, the shape of the training; weights not compared, the dtype differs")
+    why = "the dtype differs" if digests else "they are not known"
+    return ok(name, f"{found['architecture']}, the shape of the training; weights not compared, {why}")
 
 
 def check_tokenizer(settings: dict, found: dict) -> Finding:
@@ -174,19 +170,31 @@ def check_heads(settings: dict, target: PreTrainedModel) -> Finding:
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     if head is None:
         return fault(name, f"{type(target).__name__} has no LM head", "Load the target as a causal language model.")
-    tied = target.config.get_text_config(decoder=True).tie_word_embeddings
-    if tied and head.weight is not embedding.weight:
-        mend = "Load the target with from_pretrained, and tie_weights() after any change of its embedding."
-        return fault(name, "the target ties its head to the embedding, but the loaded head is another tensor", mend)
-    for what, module in (("embedding", embedding), ("head", head)):
-        weight = module.weight
-        if weight.is_floating_point() and not (torch.isfinite(weight).all() and weight.any()):
+    width, expected = embedding.weight.shape[-1], settings.get("hidden_size")
+    if expected is not None and width != expected:
+        mend = "Load the target of the training; a draft is as wide as its target's embedding and head."
+        return fault(name, f"the target's embedding is {width} wide, the draft's `hidden_size` {expected}", mend)
+    # A quantised head keeps packed numbers and has no such weight; what is offloaded has no numbers here.
+    weight = getattr(head, "weight", None)
+    tied = getattr(target.config, "tie_word_embeddings", False)
+    tables = {"embedding": embedding.weight, "head": weight}
+    tables = {what: table for what, table in tables.items() if type(table) is nn.Parameter and not table.is_meta}
+    for what, table in tables.items():
+        if table.is_floating_point() and table.itemsize > 1 and not (torch.isfinite(table).all() and table.any()):
             return fault(name, f"the target's {what} is NaN, infinite or all zero", "Load the target's weights again.")
+    if tied and len(tables) == 2 and weight is not embedding.weight and not _same(weight, embedding.weight):
+        mend = "Load the target with from_pretrained, and tie_weights() after any change of its embedding."
+        return fault(name, "the target ties its head to the embedding, but the loaded head has other numbers", mend)
     vocab_size = settings.get("vocab_size")
-    if vocab_size and len(head.weight) < vocab_size:
+    if "head" in tables and isinstance(vocab_size, int) and len(weight) < vocab_size:
         mend = "Load the head that belongs to the target."
-        return fault(name, f"the head has {len(head.weight)} rows for a vocabulary of {vocab_size}", mend)
-    return ok(name, f"{'tied, ' if tied else ''}{len(head.weight)} rows")
+        return fault(name, f"the head has {len(weight)} rows for a vocabulary of {vocab_size}", mend)
+    size = f"{len(weight)} rows" if "head" in tables else f"{type(head).__name__}, whose numbers are not looked at"
+    return ok(name, f"{'tied, ' if tied else ''}{size}")
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first, second.to(first))
 
 
 def check_visibility(settings: dict) -> Finding:
@@ -198,72 +206,31 @@ def check_visibility(settings: dict) -> Finding:
     return ok(name, f"{'causal' if causal else 'bidirectional'} in the block, context window {window or 'unlimited'}")
 
 
-@torch.no_grad()
 def check_transforms(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding]:
-    """Whether draft tokens are embedded, and draft states become logits, as in the target itself: measured on a few
-    tokens. Findings "embedding scale" and "logits"."""
-    ids = torch.linspace(0, draft.config.vocab_size - 1, SAMPLE_TOKENS).long()[None].to(target.device)
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep_layer_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        seen["layer"] = hidden.mean(dim=2) if hidden.dim() == 4 else hidden  # of hyper-connection streams
-
-    def keep_head_input(module: nn.Module, args: tuple) -> None:
-        seen["head"] = args[0]
-
-    hooks = [
-        decoder_layers(target)[0].register_forward_pre_hook(keep_layer_input, with_kwargs=True),
-        head.register_forward_pre_hook(keep_head_input),
-    ]
-    try:
-        logits = target(input_ids=ids, use_cache=False).logits
-        states = seen.get("head")
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [_embedding_scale(seen["layer"], draft, embedding(ids)), _logits(logits, states, draft, head)]
+    """Whether draft states become logits, and draft tokens are embedded, as in the target itself: measured on a few
+    tokens. Findings "logits" and "embedding scale"."""
+    seen = run_target(target, draft.config.vocab_size)
+    if "head_output" not in seen:
+        logits = skipped("logits", HEAD_NOT_CALLED)
+    elif lines := logit_faults(seen, draft.config):
+        mend = "Take `output_multiplier` and `final_logit_softcapping` from the target: sampling depends on them."
+        logits = fault("logits", " ".join(lines), mend)
+    else:
+        logits = ok("logits", "the draft's transform of the head's output is the target's")
+    scale = draft.config.input_embedding_scale
+    if lines := embedding_faults(seen, draft.config):
+        mend = f"Set it to what the target multiplies by, unless the draft was trained with {scale:g}."
+        return [logits, warning("embedding scale", " ".join(lines), mend)]
+    return [logits, ok("embedding scale", f"{scale:g}; the target shows no other")]
 
 
-def _embedding_scale(layer_input: torch.Tensor, draft: PreTrainedModel, embeds: torch.Tensor) -> Finding:
-    name, scale = "embedding scale", draft.config.input_embedding_scale
-    first, embeds = layer_input.double().flatten(), embeds.to(layer_input.device).double().flatten()
-    ratio = (first @ embeds / (embeds @ embeds)).item()
-    if (first - ratio * embeds).norm() > SAME * first.norm():
-        return ok(name, f"{scale:g}; the target adds more to its embeddings, so there is no one scale")
-    if not math.isclose(ratio, scale, rel_tol=SAME):
-        mend = f"Set `input_embedding_scale` to {ratio:.4g}, unless the draft was trained with {scale:g}."
-        return warning(name, f"the target multiplies embeddings by {ratio:.4g}, the draft by {scale:g}", mend)
-    return ok(name, f"{scale:g}, as the target's")
-
-
-def _logits(logits: torch.Tensor, states: torch.Tensor | None, draft: PreTrainedModel, head: nn.Module) -> Finding:
-    name = "logits"
-    if states is None:
-        return skipped(name, "the target makes its logits without calling its head")
-    drafted = draft.compute_logits(states, head).double().to(logits.device)
-    logits = logits.double()[..., : drafted.shape[-1]]
-    drafted = drafted[..., : logits.shape[-1]]
-    finite = logits.abs() < 1e30  # targets may hide padded rows
-    error = ((drafted - logits)[finite].norm() / logits[finite].norm()).item()
-    if not error <= SAME:
-        config = draft.config
-        found = (
-            f"`output_multiplier` {config.output_multiplier:g} and `final_logit_softcapping` "
-            f"{config.final_logit_softcapping} give the same states other logits than the target ({error:.0%} off)"
-        )
-        return fault(name, found, "Take both from the target's configuration: sampling depends on them.")
-    return ok(name, "the draft's transform of the head's output is the target's")
-
-
-def check_engine(draft: PreTrainedModel, engine: str | None) -> Finding:
+def check_engine(draft: PreTrainedModel, target: PreTrainedModel, engine: str | None) -> Finding:
     """What a serving engine would do otherwise; [`engine_misfits`] knows the DSpark layout."""
     name = "engine"
     if engine is None:
         return skipped(name, f"name one to have it looked at: {' or '.join(ENGINES)}")
     if draft.config.slot_layout != ANCHOR_FIRST:
         return skipped(name, f"what is known of {ENGINES[engine]} concerns DSpark drafts in the released layout")
-    if misfits := engine_misfits(draft.config, engine, quantized=False):
+    if misfits := engine_misfits(draft.config, engine, False, target.config.to_dict()):
         return warning(name, " ".join(misfits), f"See `blockdraft export --for {engine}`.")
     return ok(name, f"fits {ENGINES[engine]}")

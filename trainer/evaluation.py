@@ -97,6 +97,11 @@ def evaluate_decoding(
     return report
 
 
+def promises_too_much(estimated_tau: float, tau: float) -> bool:
+    """Whether a teacher-forced estimate promises twice the drafted tokens that decoding accepts, and then some."""
+    return estimated_tau - 1 > 2 * (tau - 1) + 0.3
+
+
 def fastest_block_size(
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -252,11 +257,10 @@ def _evaluate(
         for decode in decoders.values():
             _run(target, decode, prompts[0], config, min(max_new_tokens, WARM_UP_TOKENS))
         for index, prompt in enumerate(tqdm(prompts, desc="Decoding", disable=disable_tqdm)):
-            prefill = _run(target, plain_loop, prompt, config, 1).output.seconds["target"]
             order = random.Random(index).sample([*decoders], len(decoders))
             runs = {name: _run(target, decoders[name], prompt, config) for name in order}
             for i, column in enumerate(answers):
-                answer = _answer(runs, i, len(prompt), prefill)
+                answer = _answer(runs, i, len(prompt))
                 if check_equality and answer.tokens != runs[GENERATE].tokens:
                     answer.difference = _difference(target, prompt, answer.tokens, runs[GENERATE].tokens, config)
                 column.append(answer)
@@ -310,22 +314,17 @@ def _run(
     return _Run(tokens, time.perf_counter() - start, output)
 
 
-def _answer(runs: dict[str | int, _Run], way: int, prompt_length: int, prefill: float) -> Answer:
+def _answer(runs: dict[str | int, _Run], way: int, prompt_length: int) -> Answer:
     run = runs[way]
     loop = run.output.seconds
-    seconds = {
-        "wall": run.wall,
-        "prefill": prefill,
-        "target": max(0.0, loop["target"] - prefill),
-        "draft": loop["draft"],
-        "rest": loop["total"] - loop["target"] - loop["draft"],
-    }
+    seconds = {"wall": run.wall} | {part: loop[part] for part in ("prefill", "target", "draft")}
+    seconds["rest"] = loop["total"] - loop["prefill"] - loop["target"] - loop["draft"]
     lengths = (run.output.accepted_lengths, run.output.verified_lengths)
     answer = Answer(prompt_length, run.tokens, *lengths, seconds)
     if PLAIN_LOOP in runs:
         answer.plain = {name: (len(runs[name].tokens), runs[name].wall) for name in (GENERATE, PLAIN_LOOP)}
         if steps := len(runs[PLAIN_LOOP].tokens) - 1:
-            answer.plain_step_seconds = (runs[PLAIN_LOOP].output.seconds["target"] - prefill) / steps
+            answer.plain_step_seconds = runs[PLAIN_LOOP].output.seconds["target"] / steps
     return answer
 
 

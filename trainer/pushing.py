@@ -20,6 +20,7 @@ from ..hub_cards.publishing import (
     published_files,
     with_retries,
 )
+from .adapters import check_publishable
 
 logger = logging.get_logger(__name__)
 
@@ -163,7 +164,10 @@ class HubPushing:
 
         Raises:
             PublishError: if the Hub refuses. A Hub that does not answer is warned about: the first push tries again.
+            ValueError: if an adapter is trained whose base is not on the Hub.
         """
+        if self.adapter is not None:
+            check_publishable(self.adapter)
         if not self.is_world_process_zero():
             return
         repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
@@ -204,6 +208,7 @@ class HubPushing:
 
         Raises:
             PublishError: if the Hub refuses or stays out of reach; the draft is saved nevertheless.
+            ValueError: if it is an adapter whose base is not on the Hub.
         """
         if kwargs:
             logger.warning(f"Not used for a draft's card: {', '.join(sorted(kwargs))}.")
