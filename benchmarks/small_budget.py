@@ -24,8 +24,8 @@ SHARED = ("per_device_train_batch_size", "num_anchors", "learning_rate", "train_
 VARIANTS = {
     "the trainer's defaults": ({}, {}),
     "AdamW alone": ({}, {"muon": False}),
-    "start fitted to the target": ({}, {"fit_to_target": True}),
-    "AdamW alone, start fitted": ({}, {"muon": False, "fit_to_target": True}),
+    "twice the learning rate": ({}, {"learning_rate": 4.0e-3}),
+    "a window of 16": ({"sliding_window": 16}, {}),
     "blocks of 8, as many slots a step": ({"block_size": 8, "sliding_window": 4}, {"num_anchors": 24}),
     "ranks of a quarter and an eighth": ({"q_lora_rank": 144, "kv_lora_rank": 72}, {}),
 }

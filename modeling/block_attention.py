@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+FLEX_TILE = 128  # FlexAttention skips keys by tiles of so many queries and keys
 
 
 def document_ids_from_lengths(document_lengths: Tensor, context_length: int) -> Tensor:
@@ -49,39 +52,46 @@ def block_position_ids(anchor_positions: Tensor, context_length: int, block_size
     return torch.cat([context, blocks.flatten(1)], dim=1)
 
 
-class ContextWindows(NamedTuple):
-    """The context rows that each block may see, where all of its slots see the same ones.
+class VisibleContext(NamedTuple):
+    """The context that the slots of blocks see: for each an interval of rows.
 
     Attributes:
-        rows (`[B, N, W]` int64): context rows, clamped into the context.
-        visible (`[B, N, W]` bool): which of them the block sees.
+        first (`[B, N, block_size or 1]` int64): first row that the slots see; 1: the same for all of a block.
+        last (`[B, N]` int64): end of what the block's slots see. `first == last`: no context.
     """
 
-    rows: Tensor
-    visible: Tensor
+    first: Tensor
+    last: Tensor
 
 
-def context_windows(
+def visible_context(
     anchor_positions: Tensor,
     block_keep_mask: Tensor,
     context_length: int,
-    sliding_window: int,
+    block_size: int,
+    *,
+    sliding_window: int | None = None,
+    window_per_query: bool = True,
     document_ids: Tensor | None = None,
-) -> ContextWindows:
-    """The rule of [`block_mask_mod`] with `window_per_query=False`, as row numbers instead of a mask over all rows.
-
-    A block's attention then costs W + block_size keys, whatever the context and the number of blocks.
+) -> VisibleContext:
+    """The rule of [`block_mask_mod`] for the context, as intervals; documents have to be contiguous.
 
     Args: those of [`block_mask_mod`].
     """
-    width = min(sliding_window, context_length)
-    rows = anchor_positions[..., None] + torch.arange(-width, 0, device=anchor_positions.device)
-    visible = block_keep_mask[..., None] & (rows >= 0)
-    rows = rows.clamp(min=0)
+    last = torch.where(block_keep_mask, anchor_positions.clamp(max=context_length), 0)
+    first = torch.zeros_like(last)[..., None]
     if document_ids is not None:
-        documents = document_ids.gather(1, rows.flatten(1)).view_as(rows)
-        visible = visible & (documents == document_ids.gather(1, anchor_positions)[..., None])
-    return ContextWindows(rows, visible)
+        positions = torch.arange(context_length, device=last.device)
+        begins = torch.zeros_like(document_ids, dtype=torch.bool)
+        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        starts = torch.where(begins, positions, 0).cummax(-1).values
+        first = starts.gather(1, anchor_positions)[..., None]
+    if sliding_window is not None:
+        oldest = anchor_positions[..., None] - sliding_window
+        if window_per_query:
+            oldest = oldest + 1 + torch.arange(block_size, device=last.device)
+        first = torch.maximum(first, oldest)
+    return VisibleContext(torch.minimum(first, last[..., None]), last)
 
 
 def block_mask_mod(
@@ -159,17 +169,84 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
 
 
-def flex_block_mask(anchor_positions: Tensor, block_keep_mask: Tensor, context_length: int, block_size: int, **rule):
-    """The same rule as a FlexAttention `BlockMask`, for drafts that attend through `flex_attention`.
+def flex_block_mask(
+    anchor_positions: Tensor, block_keep_mask: Tensor, context_length: int, block_size: int, **rule
+) -> BlockMask:
+    """The same rule as a FlexAttention `BlockMask`, made from the tiles that it touches, without a dense mask.
 
-    Args are those of [`block_mask_mod`]. Shapes follow the number of anchors and the context length: pad both to few
-    distinct values, since FlexAttention compiles for each.
+    Args are those of [`block_mask_mod`]. FlexAttention compiles for each shape, see [`padded_block_mask`].
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    batch, num_blocks = anchor_positions.shape
+    queries, device = num_blocks * block_size, anchor_positions.device
+    in_context = {name: value for name, value in rule.items() if name != "causal"}
+    first, last = visible_context(anchor_positions, block_keep_mask, context_length, block_size, **in_context)
+    last = last[..., None].expand(-1, -1, block_size).flatten(1)
+    first = first.expand(-1, -1, block_size).flatten(1)
+
+    def by_tile(bound: Tensor, reduce: Callable, past_the_end: int) -> Tensor:
+        padding = (0, -queries % FLEX_TILE)
+        bound = torch.nn.functional.pad(bound, padding, value=past_the_end)
+        return reduce(bound.unflatten(1, (-1, FLEX_TILE)), -1)[..., None]  # [B, tiles of queries, 1]
+
+    whole = context_length + queries
+    keys = torch.arange(0, whole, FLEX_TILE, device=device)  # where each tile of keys begins
+    touched = (by_tile(torch.where(first < last, first, whole), torch.amin, whole) < keys + FLEX_TILE) & (
+        by_tile(last, torch.amax, 0) > keys
+    )
+    full = (by_tile(first, torch.amax, 0) <= keys) & (by_tile(last, torch.amin, whole) >= keys + FLEX_TILE)
+    rows = torch.arange(0, queries, FLEX_TILE, device=device)[:, None]
+    own_from = context_length + rows // block_size * block_size
+    own_to = context_length + ((rows + FLEX_TILE).clamp(max=queries) - 1) // block_size * block_size + block_size
+    partial = (touched | ((own_from < keys + FLEX_TILE) & (own_to > keys))) & ~full
+
+    def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = tiles[:, None].to(torch.int32)
+        return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
     visible = block_mask_mod(anchor_positions, block_keep_mask, context_length, block_size, **rule)
-    batch, num_blocks = anchor_positions.shape
-    queries = num_blocks * block_size
-    return create_block_mask(
-        visible, B=batch, H=None, Q_LEN=queries, KV_LEN=context_length + queries, device=anchor_positions.device
+    return BlockMask.from_kv_blocks(
+        *ordered(partial), *ordered(full), BLOCK_SIZE=FLEX_TILE, mask_mod=visible, seq_lengths=(queries, whole)
     )
+
+
+class PaddedBlockMask(NamedTuple):
+    """A `BlockMask` of few shapes, so that FlexAttention rarely compiles anew.
+
+    Attributes:
+        mask (`BlockMask`): over `[context, padding | blocks, padding]`; no real query sees padding.
+        context_length, query_length (`int`): lengths with padding.
+    """
+
+    mask: BlockMask
+    context_length: int
+    query_length: int
+
+    def pad_queries(self, queries: Tensor) -> Tensor:
+        """`[B, n, Q, d]` -> `[B, n, query_length, d]`."""
+        return torch.nn.functional.pad(queries, (0, 0, 0, self.query_length - queries.shape[2]))
+
+    def pad_keys(self, keys: Tensor, query_length: int) -> Tensor:
+        """`[B, n, S + Q, d]`, Q = `query_length` -> `[B, n, context_length + self.query_length, d]`."""
+        context, blocks = keys.split([keys.shape[2] - query_length, query_length], dim=2)
+        between = context.new_zeros(*context.shape[:2], self.context_length - context.shape[2], context.shape[3])
+        return torch.cat([context, between, self.pad_queries(blocks)], dim=2)
+
+
+def padded_block_mask(
+    anchor_positions: Tensor,
+    block_keep_mask: Tensor,
+    context_length: int,
+    block_size: int,
+    document_ids: Tensor | None = None,
+    **rule,
+) -> PaddedBlockMask:
+    """[`flex_block_mask`] with the context's length and the number of blocks padded to powers of two."""
+
+    def pad(tensor: Tensor, length: int) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
+
+    length, blocks = (1 << max(size - 1, 0).bit_length() for size in (context_length, anchor_positions.shape[1]))
+    if document_ids is not None:
+        rule["document_ids"] = pad(document_ids, length)
+    anchors = (pad(anchor_positions, blocks), pad(block_keep_mask, blocks))
+    return PaddedBlockMask(flex_block_mask(*anchors, length, block_size, **rule), length, blocks * block_size)

@@ -146,29 +146,32 @@ class _Drafter:
             features: `[1, new tokens, features]`, the target's hidden states of the tokens verified last.
             n: number of candidates wanted, at most `num_candidates`; the block keeps its full size.
         """
-        draft = self.draft
-        with self._stopwatch.lap("draft", self.device):
-            output = self._run_block(sequence, features)
-            slots = slice(self._first_slot, self._first_slot + n)
+        draft, lap = self.draft, self._stopwatch.lap
+        output = self._run_block(sequence, features)
+        slots = slice(self._first_slot, self._first_slot + n)
+        with lap("draft", self.device):
             hidden = output.last_hidden_state[:, slots].to(device_of(self._lm_head, self.target.device))
             logits = draft.compute_logits(hidden, self._lm_head)[0]
 
-            # Slot by slot where a slot needs the tokens before it.
-            step = n if sequence.prefix_free and draft.markov_head is None else 1
-            weights, previous = [], []
-            for k in range(0, n, step):
-                position = sequence.length + k
-                rows = logits[k : k + step]
-                if draft.markov_head is not None:
+        # Slot by slot where a slot needs the tokens before it.
+        step = n if sequence.prefix_free and draft.markov_head is None else 1
+        weights, previous = [], []
+        for k in range(0, n, step):
+            position = sequence.length + k
+            rows = logits[k : k + step]
+            if draft.markov_head is not None:
+                with lap("draft", self.device):
                     token = sequence.tokens[:, position - 1].to(self.device)
                     transition, embedding = draft.markov_head(token)
                     rows = rows + transition.to(rows)
                     previous.append(embedding)
+            with lap("choose", self.device):
                 weights.append(sequence.weigh(sequence.score(rows, position)))
                 sequence.tokens[:, position : position + step] = sequence.choose(weights[-1])
 
-            confidence = None
-            if draft.confidence_head is not None:
+        confidence = None
+        if draft.confidence_head is not None:
+            with lap("draft", self.device):
                 confidence = draft.confidence_logits(output.confidence_states[0, slots], torch.cat(previous))
         return Proposal(torch.cat(weights)[None] if sequence.do_sample else None, confidence)
 
@@ -181,16 +184,18 @@ class _Drafter:
         self._block[:, : self.known] = sequence.tokens[:, sequence.length - self.known : sequence.length]
         end = start + self._block.shape[1]
 
-        embeds = self.draft.embed_block(self._block, self._embed_tokens)
         self._cache.set_previous_accepted_tokens(new)
-        output = self.draft(
-            noise_embeds=embeds.to(self.device),
-            context_hidden_states=context,
-            position_ids=self._positions[:, self._context_length : end],
-            cache=self._cache,
-        )
-        # The block's rows are noise and leave the cache; the context's stay and are never computed again.
-        self._cache.crop(-self._block.shape[1])
+        with self._stopwatch.lap("draft", self.device):
+            embeds = self.draft.embed_block(self._block, self._embed_tokens)
+            output = self.draft(
+                noise_embeds=embeds.to(self.device),
+                context_hidden_states=context,
+                position_ids=self._positions[:, self._context_length : end],
+                cache=self._cache,
+            )
+        with self._stopwatch.lap("rollback", self.device):
+            # The block's rows are noise and leave the cache; the context's stay and are never computed again.
+            self._cache.crop(-self._block.shape[1])
         self._context_length = start
         return output
 
@@ -309,24 +314,35 @@ def _decode_row(
                 n = confidence_schedule(drafter.confidences(proposal.confidence_logits))
             block = sequence.tokens[:, anchor : anchor + 1 + n]
             logits = target.forward(block, anchor)
-            scores = sequence.score(logits, sequence.length)
-            weights, candidates = sequence.weigh(scores), block[:, 1:]
-            if proposal.probs is None:
-                accepted, next_token = match(candidates, sequence.choose(weights)[None])
-            else:
-                accepted, next_token = verify(candidates, proposal.probs[:, :n], weights[None])
-            # The round's one synchronisation with the device, but for a schedule's.
-            *drafted, bonus, count = torch.cat([candidates[0], next_token, accepted]).tolist()
-            sequence.tokens[:, sequence.length + count] = bonus
-            kept = sequence.commit([*drafted[:count], bonus], logits, scores)
-            accepted_lengths.append(kept)
-            verified_lengths.append(1 + n)
-            target.cache.crop(kept - 1 - n)
-            features = capture.features(drafter.device)[:, :kept]
+            with stopwatch.lap("match", target.device):
+                scores = sequence.score(logits, sequence.length)
+                weights, candidates = sequence.weigh(scores), block[:, 1:]
+                if proposal.probs is None:
+                    accepted, next_token = match(candidates, sequence.choose(weights)[None])
+                else:
+                    accepted, next_token = verify(candidates, proposal.probs[:, :n], weights[None])
+                # The round's one synchronisation with the device, but for a schedule's.
+                *drafted, bonus, count = torch.cat([candidates[0], next_token, accepted]).tolist()
+            with stopwatch.lap("commit", target.device):
+                sequence.tokens[:, sequence.length + count] = bonus
+                kept = sequence.commit([*drafted[:count], bonus], logits, scores)
+                accepted_lengths.append(kept)
+                verified_lengths.append(1 + n)
+            with stopwatch.lap("rollback", target.device):
+                target.cache.crop(kept - 1 - n)
+            with stopwatch.lap("features", target.device):
+                features = capture.features(drafter.device)[:, :kept]
 
     output = sequence.finish()
     output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
     if draft.confidence_head is not None:
-        output.confidence_logits = [[] if logits is None else logits.tolist() for logits in confidence_logits]
+        output.confidence_logits = _read_together(confidence_logits)
     output.seconds, output.cache = stopwatch.seconds(), target.cache
     return output
+
+
+def _read_together(rows: list[torch.Tensor | None]) -> list[list[float]]:
+    """Rows `[n]` of differing length as lists, from one read of the device; `None` is an empty row."""
+    filled = [row for row in rows if row is not None]
+    values = iter(torch.cat(filled).tolist() if filled else ())
+    return [[] if row is None else [next(values) for _ in range(len(row))] for row in rows]

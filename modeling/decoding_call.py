@@ -65,8 +65,10 @@ class BlockDecodeOutput(ModelOutput):
         verified_lengths: tokens that each verification round ran through the target, the anchor included.
         confidence_logits: of each round, one raw logit for every drafted token, whether verified or not: before
             temperatures and sigmoid. `None` for a draft without a confidence head.
-        seconds: `target` (prefill and verification forwards), `draft` (draft forwards and the choice of their tokens)
-            and `total` (the whole loop). Device time on CUDA, wall-clock elsewhere.
+        seconds: `prefill`, `target` (verification forwards), `draft` (draft forwards with their heads), `total` (the
+            whole loop); the loop's own work: `choose` (drafted tokens), `match` (candidates with the target's scores),
+            `commit` (stops, streaming), `rollback` (caches), `features` (concatenation). Device time on CUDA,
+            wall-clock elsewhere.
         scores: with `output_scores`, for each new token the target's processed logits `[1, vocab]` float32.
         logits: with `output_logits`, the same before the processors.
         cache: the target's cache; it covers all but the last token, and no padding.

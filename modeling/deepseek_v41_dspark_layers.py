@@ -11,7 +11,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_deepseek_v41_dspark import DSPARK_CONTEXT, DeepseekV41DSparkConfig
-from .block_attention import ContextWindows
 from .deepseek_v41_layers import (
     DeepseekV41HyperConnection,
     DeepseekV41MoE,
@@ -21,6 +20,7 @@ from .deepseek_v41_layers import (
     collapse,
     expand,
 )
+from .visible_attention import VisibleKeys, attend_visible
 
 
 class DSparkContextLayer(DynamicLayer):
@@ -70,8 +70,7 @@ class DeepseekV41DSparkAttention(DeepseekV41WindowAttention):
         hidden_states: torch.Tensor,
         context_hidden_states: torch.Tensor,
         rotations: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        windows: ContextWindows | None = None,
+        attention_mask: torch.Tensor | VisibleKeys | None = None,
         cache: Cache | None = None,
         skipped: int = 0,
     ) -> torch.Tensor:
@@ -84,25 +83,16 @@ class DeepseekV41DSparkAttention(DeepseekV41WindowAttention):
         if cache is not None:
             rows = keys.unsqueeze(1)
             keys = cache.update(rows, rows[..., :0], self.layer_idx, sliding_window=window, skipped=skipped)[0][:, 0]
-        if windows is not None:
-            attended = self._attend_in_windows(queries, keys, windows)
+        if isinstance(attention_mask, VisibleKeys):
+            sinks = self.sinks_param()
+            attended = attend_visible(
+                queries.transpose(1, 2), keys.unsqueeze(1), None, attention_mask, self.scaling, sinks
+            )
         elif attention_mask is not None:
             attended = self.attend(queries, keys, attention_mask)
         else:
             attended = self.attend(queries, keys[:, -(window + length) :], None)
         return self.project_output(attended, block_rotations)
-
-    def _attend_in_windows(self, queries: torch.Tensor, keys: torch.Tensor, windows: ContextWindows) -> torch.Tensor:
-        """Every block with the keys of its own window and its own rows: blocks are further entries of the batch."""
-        batch, blocks, width = windows.rows.shape
-        context, block_keys = keys.split([keys.shape[1] - queries.shape[1], queries.shape[1]], dim=1)
-        first = context.shape[1] * torch.arange(batch, device=keys.device)[:, None, None]
-        seen = context.flatten(0, 1).index_select(0, (first + windows.rows).flatten())
-        block_keys = block_keys.unflatten(1, (blocks, -1)).flatten(0, 1)
-        keys = torch.cat([seen.view(batch * blocks, width, -1), block_keys], dim=1)
-        visible = nn.functional.pad(windows.visible.flatten(0, 1), (0, block_keys.shape[1]), value=True)
-        attended = self.attend(queries.unflatten(1, (blocks, -1)).flatten(0, 1), keys, visible[:, None, None])
-        return attended.view_as(queries)
 
 
 class DeepseekV41DSparkMarkovHead(nn.Module):
@@ -175,8 +165,7 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
         pre_mix: torch.Tensor,
         context_hidden_states: torch.Tensor,
         rotations: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        windows: ContextWindows | None = None,
+        attention_mask: torch.Tensor | VisibleKeys | None = None,
         cache: Cache | None = None,
         skipped: int = 0,
     ) -> DSparkStageOutput:
@@ -185,9 +174,7 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
             context_hidden_states = self.main_norm(self.main_proj(context_hidden_states))
         mix = self.attn_hc(streams)
         hidden_states = self.attn_norm(collapse(streams, pre_mix))
-        hidden_states = self.attn(
-            hidden_states, context_hidden_states, rotations, attention_mask, windows, cache, skipped
-        )
+        hidden_states = self.attn(hidden_states, context_hidden_states, rotations, attention_mask, cache, skipped)
         streams = expand(hidden_states, streams, mix)
         pre_mix, mix = mix.pre, self.ffn_hc(streams)
         streams = expand(self.ffn(self.ffn_norm(collapse(streams, pre_mix))), streams, mix)

@@ -13,6 +13,8 @@ from transformers.integrations import use_experts_implementation
 from transformers.utils.generic import maybe_autocast
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41BaseConfig
+from .fused_elementwise import clamped_swiglu, rms_norm
+from .hyper_connections import collapse_streams, expand_streams, normed_projection, sinkhorn
 from .number_formats import round_to_cache_format
 
 # Channels that carry the sink through scaled_dot_product_attention: two are used, eight keep rows aligned.
@@ -45,9 +47,7 @@ class DeepseekV41RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        normed = hidden_states.float()
-        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * normed).to(hidden_states.dtype)
+        return rms_norm(hidden_states, self.weight, self.eps, cast_first=False)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -158,42 +158,26 @@ class DeepseekV41HyperConnection(KeepsFp32):
         """`[..., s, H]` streams in the model's dtype -> coefficients."""
         s, eps = self.config.hc_mult, self.config.hc_eps
         with maybe_autocast(streams.device.type, enabled=False):
-            flat = streams.flatten(-2).float()
-            mixed = nn.functional.linear(flat, self.fn)
-            mixed = mixed * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+            mixed = normed_projection(streams.flatten(-2), self.fn, self.config.rms_norm_eps)
             parts = zip(*(x.split([s, s, s * s], dim=-1) for x in (self.base, mixed)), self.scale, strict=True)
             pre, post, comb = (torch.addcmul(base, part, scale) for base, part, scale in parts)
-            comb = comb.unflatten(-1, (s, s)).softmax(-1) + eps
-            comb = comb / (comb.sum(-2, keepdim=True) + eps)
-            for _ in range(self.config.hc_sinkhorn_iters - 1):
-                comb = comb / (comb.sum(-1, keepdim=True) + eps)
-                comb = comb / (comb.sum(-2, keepdim=True) + eps)
+            comb = sinkhorn(comb.unflatten(-1, (s, s)), self.config.hc_sinkhorn_iters, eps)
             return HyperConnectionMix(pre.sigmoid() + eps, 2 * post.sigmoid(), comb)
 
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """Weighted sum of the streams `[..., s, H]`, weights `[..., s]` fp32; `[..., H]` in the streams' dtype."""
     with maybe_autocast(streams.device.type, enabled=False):
-        return (pre.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype)
+        return collapse_streams(streams, pre)
 
 
 def expand(output: torch.Tensor, streams: torch.Tensor, mix: HyperConnectionMix) -> torch.Tensor:
     """The streams `[..., s, H]` after a sublayer with the given output `[..., H]`, in the streams' dtype."""
     with maybe_autocast(streams.device.type, enabled=False):
-        mixed = mix.comb.transpose(-1, -2) @ streams.float()
-        # Two operations: a fused one rounds differently from the reference.
-        return (mix.post.unsqueeze(-1) * output.float().unsqueeze(-2) + mixed).to(streams.dtype)
+        return expand_streams(output, streams, mix.post, mix.comb)
 
 
 # ---- mixture of experts -------------------------------------------------------------------------------------------
-
-
-def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
-    """`silu(min(g, limit)) * clamp(u, -limit, limit)`; `[..., 2 * n]`, gate first -> `[..., n]` fp32; 0: no limit."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return nn.functional.silu(gate) * up
 
 
 class DeepseekV41Router(KeepsFp32):
@@ -244,7 +228,7 @@ class DeepseekV41Experts(nn.Module):
         self.limit = config.swiglu_limit
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return clamped_swiglu(gate_up, self.limit).to(gate_up.dtype)
+        return clamped_swiglu(*gate_up.chunk(2, dim=-1), self.limit).to(gate_up.dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -254,7 +238,7 @@ class DeepseekV41Experts(nn.Module):
         for expert in top_k_index.unique().tolist():
             tokens, slots = torch.where(top_k_index == expert)
             gate_up = hidden_states[tokens] @ self.gate_up_proj[expert]
-            activated = clamped_swiglu(gate_up, self.limit) * top_k_weights[tokens, slots, None]
+            activated = clamped_swiglu(*gate_up.chunk(2, dim=-1), self.limit) * top_k_weights[tokens, slots, None]
             output.index_add_(0, tokens, (activated.to(gate_up.dtype) @ self.down_proj[expert]).float())
         return output.to(hidden_states.dtype)
 
@@ -271,8 +255,8 @@ class DeepseekV41MLP(nn.Module):
         self.limit = config.swiglu_limit
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], dim=-1)
-        return self.down_proj(clamped_swiglu(gate_up, self.limit).to(gate_up.dtype))
+        gate = self.gate_proj(hidden_states)
+        return self.down_proj(clamped_swiglu(gate, self.up_proj(hidden_states), self.limit).to(gate.dtype))
 
 
 class DeepseekV41MoE(nn.Module):

@@ -23,6 +23,8 @@ if is_flash_linear_attention_available():
 # Within this many tokens a decay bounded by -5 a token keeps exp(-sum) inside fp32, so the chunk's products factor.
 CHUNK_SIZE = 16
 MAX_EXPONENT = 80.0
+# So few tokens are cheaper one by one than as a short chunk.
+RECURRENT_TOKENS = 2
 # Tokens that a recording cache can give back: the longest verification that `crop` has to undo.
 ROLLBACK_TOKENS = 64
 
@@ -351,7 +353,7 @@ class KimiDeltaAttention(nn.Module):
         return torch.cat(outputs, dim=2) if len(outputs) > 1 else output
 
     def _delta_rule(self, q, k, v, g, beta, state, need_updates: bool = False):
-        if q.shape[2] == 1:
+        if q.shape[2] <= RECURRENT_TOKENS:
             return kda_recurrence(q, k, v.float(), g, beta, state)
         if chunk_kda is not None and q.is_cuda and not need_updates:
             # Its kernels are made for half precision: queries and keys go in as the model's dtype, the rest in fp32.

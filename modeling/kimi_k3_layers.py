@@ -6,9 +6,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..configuration.configuration_kimi_k3 import KimiK3TextConfig
+from .fused_elementwise import rms_norm, situ
 
 # The norms inside MLA use this whatever `rms_norm_eps` says.
 MLA_NORM_EPS = 1e-6
+# Multiplications that absorbing has to save in a layer: what its further operations on the queries cost.
+WORTH_ABSORBING = 1_000_000
 
 
 class KimiK3RMSNorm(nn.Module):
@@ -20,33 +23,10 @@ class KimiK3RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        normed = hidden_states.float()
-        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden_states.dtype)
+        return rms_norm(hidden_states, self.weight, self.eps, cast_first=True)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-def situ(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
-    """
-    SiTU, Kimi K3's bounded gated activation:
-    `beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta)`.
-
-    Args:
-        gate_up: `[..., 2 * n]`, gate half first.
-        beta: bound of the gate; `None` or 0 means 1.
-        linear_beta: bound of the linear half; `None` leaves it unbounded.
-
-    Returns:
-        `[..., n]` in the input's dtype, computed in fp32.
-    """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    beta = beta or 1.0
-    activated = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
-    if linear_beta is not None:
-        up = linear_beta * torch.tanh(up / linear_beta)
-    return (activated * up).to(gate_up.dtype)
 
 
 class KimiK3MLP(nn.Module):
@@ -61,8 +41,7 @@ class KimiK3MLP(nn.Module):
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], dim=-1)
-        return self.down_proj(situ(gate_up, *self.betas))
+        return self.down_proj(situ(self.gate_proj(hidden_states), self.up_proj(hidden_states), *self.betas))
 
 
 class KimiK3MLAttention(nn.Module):
@@ -136,22 +115,76 @@ class KimiK3MLAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries of `hidden_states` `[B, Q, H]` over the rows of `latents`; gated and projected, `[B, Q, H]`."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        keys, values = self.expand(latents, shared_keys)
-        output, weights = attention(
-            self,
-            self.queries(hidden_states),
-            keys,
-            values,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        queries = self.queries(hidden_states)
+        if self._absorbs(queries, latents, attention_mask):
+            output, weights = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs), None
+        else:
+            keys, values = self.expand(latents, shared_keys)
+            output, weights = self._run_attention(queries, keys, values, attention_mask, **kwargs)
         output = output.flatten(2)
         if self.config.mla_use_output_gate:
             output = output * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(output), weights
+
+    def _absorbs(self, queries: torch.Tensor, latents: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+        """Whether few queries over many rows are to be computed by [`attend_absorbed`]: where it saves enough."""
+        config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
+        if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
+            return False
+        # An adapted, quantised or offloaded `kv_b_proj` is no single weight at hand.
+        if type(self.kv_b_proj) is not nn.Linear or self.kv_b_proj.weight.device != latents.device:
+            return False
+        if attention_mask is None and length > 1:  # the kernel's own causal mask counts queries, not heads
+            return False
+        nope, values, rank = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
+        expanded = rows * rank * (nope + values) + length * rows * (config.qk_head_dim + values)
+        absorbed = length * rank * (nope + values) + length * rows * (2 * rank + config.qk_rope_head_dim)
+        return self.num_heads * len(queries) * (expanded - absorbed) > WORTH_ABSORBING
+
+    def attend_absorbed(
+        self,
+        queries: torch.Tensor,
+        latents: torch.Tensor,
+        shared_keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """
+        Attention with `kv_b_proj` on the few queries and outputs of a block: no cached row is expanded again, in each
+        forward, to the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+        Args:
+            queries: `[B, N, Q, qk_head_dim]`.
+            attention_mask: `[B, 1, Q, S]`, bool or additive, or `None` where every query sees every row.
+
+        Returns:
+            `[B, Q, N, v_head_dim]`.
+        """
+        sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
+        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(sizes, dim=1)
+        nope, shared = queries.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        # All heads read the same rows, so they become further queries of one head: `[B, 1, N * Q, r + dr]`.
+        queries = torch.cat([nope @ to_keys, shared], dim=-1).flatten(1, 2).unsqueeze(1)
+        keys = torch.cat([latents, shared_keys], dim=-1)
+        if attention_mask is not None:
+            attention_mask = attention_mask.repeat(1, 1, self.num_heads, 1)
+        output, _ = self._run_attention(queries, keys, latents, attention_mask, **kwargs | {"is_causal": False})
+        output = output.squeeze(2).unflatten(1, (self.num_heads, -1)) @ to_values.transpose(1, 2)
+        return output.transpose(1, 2)
+
+    def _run_attention(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[B, n, Q, d]` queries -> `[B, Q, n, dv]` and, where the implementation knows them, the weights."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        kwargs |= {"dropout": dropout, "scaling": self.scaling}
+        return attention(self, queries, keys, values, attention_mask, **kwargs)
 
 
 def eager_attention(

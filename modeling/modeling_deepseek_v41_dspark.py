@@ -13,7 +13,7 @@ from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkC
 from ..trainer.anchors import legal_dspark_anchors, sample_anchors
 from ..trainer.dspark_objective import build_dspark_targets
 from ..trainer.objectives import build_block_inputs
-from .block_attention import additive_mask, block_attention_mask, block_position_ids, context_windows
+from .block_attention import additive_mask, block_attention_mask, block_position_ids
 from .deepseek_v41_dspark_layers import (
     DeepseekV41DSparkBlock,
     DeepseekV41DSparkConfidenceHead,
@@ -45,6 +45,7 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         "confidence_head",
     ]
     _supports_flex_attn = False
+    window_per_query = False
 
     def __init__(self, config: DeepseekV41DSparkConfig):
         super().__init__(config)
@@ -60,6 +61,10 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         return super()._grouped_mm_can_dispatch()
 
     @property
+    def heads_per_key(self) -> int:
+        return self.config.num_attention_heads
+
+    @property
     def layers(self) -> nn.ModuleList:
         """The stages."""
         return self.mtp
@@ -67,10 +72,6 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
     @property
     def context_projection(self) -> nn.Linear:
         return self.mtp[0].main_proj
-
-    @property
-    def output_norm(self) -> nn.Module:
-        return self.mtp[-1].norm
 
     @property
     def markov_head(self) -> DeepseekV41DSparkMarkovHead | None:
@@ -175,7 +176,8 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
             previous_token_ids (`[B, Q]` int64, *optional*):
                 Tokens before the slots (the anchor, then labels shifted by one): the heads run on all slots at once.
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
-                Many blocks of `block_size`, see [`context_windows`]. Default of the second: all are kept.
+                Many blocks of `block_size`: where they stand, which of them are no padding (default: all), and the
+                documents of packed rows. They see what [`block_mask_mod`] says.
             enable_confidence_head (`bool`), confidence_head_stop_gradient (`bool`):
                 Whether `previous_token_ids` make confidences too, and whether their gradient ends at the head.
             use_cache (`bool`, *optional*):
@@ -188,15 +190,16 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
         self._check_rows(noise_embeds, context_hidden_states, position_ids)
-        self._check_blocks(noise_embeds, context_hidden_states, attention_mask, position_ids, anchor_positions, cache)
+        anchors = (anchor_positions, block_keep_mask, document_ids)
+        self.check_anchors(noise_embeds, context_hidden_states, attention_mask, cache, *anchors)
+        if anchor_positions is None:
+            self._check_blocks(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
         if previous_token_ids is not None:
             self._check_previous_tokens(previous_token_ids, noise_embeds)
         context, length = context_hidden_states, noise_embeds.shape[1]
-        windows, skipped = None, 0
+        visible, skipped = attention_mask, 0
         if anchor_positions is not None:
-            keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask
-            window = self.config.sliding_window
-            windows = context_windows(anchor_positions, keep, context.shape[1], window, document_ids)
+            visible = self.what_blocks_see(anchor_positions, block_keep_mask, context.shape[1], document_ids)
             if position_ids is None:
                 position_ids = self.build_position_ids(anchor_positions, context.shape[1])
         elif attention_mask is None:
@@ -222,7 +225,7 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         context = context.to(dtype)
         for stage in self.mtp:
             streams, pre_mix, context, residual, hidden_states = stage(
-                streams, pre_mix, context, rotations, attention_mask, windows, cache=cache, skipped=skipped
+                streams, pre_mix, context, rotations, visible, cache=cache, skipped=skipped
             )
 
         confidence_states = residual if self.config.confidence_input == "pre_norm" else hidden_states
@@ -266,12 +269,11 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         context_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
-        anchor_positions: torch.LongTensor | None,
         cache: Cache | None,
     ) -> None:
-        """Whether it is known which block sees what, and only once."""
+        """Whether it is known, without anchors, which block sees what."""
         length, size = noise_embeds.shape[1], self.config.block_size
-        if attention_mask is None and anchor_positions is None:
+        if attention_mask is None:
             if length > size:
                 raise ValueError(
                     f"`noise_embeds` holds {length} tokens, more than one block of {size}: pass `anchor_positions` "
@@ -282,16 +284,7 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
                 raise ValueError("`cache` is not this draft's: make it with `DFlashCache(config=draft.config)`.")
             return
         if cache is not None:
-            raise ValueError("`cache` is for one block after its context: leave out mask and anchors, or the cache.")
-        if anchor_positions is not None:
-            if attention_mask is not None:
-                raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
-            if anchor_positions.shape[1] * size != length:
-                raise ValueError(
-                    f"`noise_embeds` holds {length} tokens; {anchor_positions.shape[1]} `anchor_positions` with "
-                    f"`block_size` {size} make {anchor_positions.shape[1] * size}."
-                )
-            return
+            raise ValueError("`cache` is for one block after its context: leave out the mask, or the cache.")
         expected = (length, context_hidden_states.shape[1] + length)
         if attention_mask.dim() != 4 or attention_mask.shape[-2:] != expected:
             raise ValueError(

@@ -11,11 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..configuration.configuration_draft import DraftConfig
 from .atomic_save import staged_directory
+from .block_attention import PaddedBlockMask, block_attention_mask, padded_block_mask, visible_context
 from .remote_code import write_remote_code
+from .visible_attention import VisibleKeys, plan_visible_keys
+
+logger = logging.get_logger(__name__)
 
 SEED_NAMES = {
     "noise_embedding": "noise_embeds",
@@ -23,6 +27,7 @@ SEED_NAMES = {
     "target_hidden": "context_hidden_states",
     "target_hidden_states": "context_hidden_states",
 }
+MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
 PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
@@ -67,6 +72,9 @@ class DraftPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flex_attn = True
+    # Whether the sliding window moves along the block, and how many heads have a key in common.
+    window_per_query = True
+    heads_per_key = 1
 
     def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> torch.Tensor:
         """
@@ -105,6 +113,95 @@ class DraftPreTrainedModel(PreTrainedModel):
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
+
+    def check_anchors(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: object | None,
+        cache: object | None,
+        anchor_positions: torch.Tensor | None,
+        block_keep_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+    ) -> None:
+        """Whether many blocks are given once, and fit the other inputs of the forward."""
+        if anchor_positions is None:
+            for name, value in (("block_keep_mask", block_keep_mask), ("document_ids", document_ids)):
+                if value is not None:
+                    raise ValueError(f"`{name}` goes with `anchor_positions`, which are missing.")
+            return
+        length, size = noise_embeds.shape[1], self.config.block_size
+        if attention_mask is not None:
+            raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
+        if cache is not None:
+            raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
+        if anchor_positions.shape[1] * size != length:
+            raise ValueError(
+                f"`noise_embeds` holds {length} tokens; {anchor_positions.shape[1]} `anchor_positions` with "
+                f"`block_size` {size} make {anchor_positions.shape[1] * size}."
+            )
+        if block_keep_mask is not None and block_keep_mask.shape != anchor_positions.shape:
+            raise ValueError(
+                f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` "
+                f"{tuple(anchor_positions.shape)}."
+            )
+        if document_ids is None:
+            return
+        if document_ids.shape != context_hidden_states.shape[:2]:
+            raise ValueError(
+                f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are "
+                f"{tuple(context_hidden_states.shape[:2])}."
+            )
+        runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1).values))
+        if runs != documents:
+            raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
+
+    def what_blocks_see(
+        self,
+        anchor_positions: torch.Tensor,
+        block_keep_mask: torch.Tensor | None,
+        context_length: int,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor | VisibleKeys | PaddedBlockMask:
+        """
+        What the attention of each layer gets for many blocks, by `attn_implementation`: `"sdpa"` computes what is
+        visible and nothing else, `"flex_attention"` skips tiles in which nothing is, any other takes a dense mask.
+        """
+        config, implementation = self.config, self.config._attn_implementation
+        keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
+        blocks = (anchor_positions, keep, context_length, config.block_size)
+        rule = {"sliding_window": config.sliding_window, "window_per_query": self.window_per_query}
+        if document_ids is not None:
+            rule["document_ids"] = document_ids
+        if implementation in ("sdpa", "flex_attention") and self.training and config.attention_dropout > 0:
+            logger.warning_once(
+                f"`attention_dropout` is {config.attention_dropout}: blocks attend through a dense mask, which takes "
+                "several times the time and memory. Set it to 0 to compute only what is visible."
+            )
+            implementation = "dense"
+        if implementation == "flex_attention" and self._flex_attention_takes(anchor_positions.device):
+            return padded_block_mask(*blocks, causal=config.is_causal, **rule)
+        if implementation in ("sdpa", "flex_attention"):
+            context = visible_context(*blocks, **rule)
+            heads = (config.num_attention_heads, self.heads_per_key)
+            return plan_visible_keys(context, context_length, config.block_size, *heads, causal=config.is_causal)
+        return block_attention_mask(*blocks, causal=config.is_causal, **rule)
+
+    def _flex_attention_takes(self, device: torch.device) -> bool:
+        """Whether FlexAttention can compute this draft's heads."""
+        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
+            raise ValueError(
+                f'`attn_implementation="flex_attention"` cannot train on {device.type!r}, where torch has no backward '
+                'for it: load the draft with `attn_implementation="sdpa"`.'
+            )
+        widths = (self.config.qk_head_dim, self.config.v_head_dim)
+        if min(widths) < MIN_FLEX_WIDTH:
+            logger.warning_once(
+                f"FlexAttention takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}: the "
+                'blocks attend as with `attn_implementation="sdpa"`.'
+            )
+            return False
+        return True
 
     def get_input_embeddings(self) -> None:
         """

@@ -17,8 +17,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
 from .causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
+from .fused_elementwise import situ
 from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution
-from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm, situ
+from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
 
 
 def mix_attention_residuals(
@@ -104,7 +105,7 @@ class KimiK3Experts(nn.Module):
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return situ(gate_up, *self.betas)
+        return situ(*gate_up.chunk(2, dim=-1), *self.betas)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

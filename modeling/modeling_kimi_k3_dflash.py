@@ -9,8 +9,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from .block_attention import PaddedBlockMask
 from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm, eager_attention
 from .modeling_draft import DraftPreTrainedModel, accept_seed_names
+from .visible_attention import VisibleKeys, attend_visible
+
+# What a layer is told about who sees what: a mask, or how many blocks are to be computed.
+Visible = torch.Tensor | BlockMask | PaddedBlockMask | VisibleKeys
 
 
 class KimiK3DFlashAttention(KimiK3MLAttention):
@@ -24,7 +29,7 @@ class KimiK3DFlashAttention(KimiK3MLAttention):
         self,
         hidden_states: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | BlockMask | None = None,
+        attention_mask: Visible | None = None,
         cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -36,23 +41,30 @@ class KimiK3DFlashAttention(KimiK3MLAttention):
         # An adapted or quantised `kv_b_proj` is no single weight that could be absorbed.
         absorb = cache is not None and not self.training and type(self.kv_b_proj) is nn.Linear
         if absorb and not isinstance(attention_mask, BlockMask):
-            output = self._attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs)
+            output = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs)
         else:
-            output = self._attend(queries, *self.expand(latents, shared_keys), attention_mask, **kwargs)
+            keys, values = self.expand(latents, shared_keys)
+            output, _ = self._run_attention(queries, keys, values, attention_mask, **kwargs)
         output = output.flatten(2)
         if self.config.mla_use_output_gate:
             output = output * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(output)
 
-    def _attend(
+    def _run_attention(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        attention_mask: torch.Tensor | BlockMask | None,
+        attention_mask: Visible | None,
         **kwargs,
-    ) -> torch.Tensor:
-        """`[B, N, Q, d]` queries; returns `[B, Q, N, dv]`."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(attention_mask, VisibleKeys):
+            return attend_visible(queries, keys, values, attention_mask, self.scaling), None
+        if isinstance(attention_mask, PaddedBlockMask):
+            length, padded = queries.shape[2], attention_mask
+            keys, values = padded.pad_keys(keys, length), padded.pad_keys(values, length)
+            output, _ = self._run_attention(padded.pad_queries(queries), keys, values, padded.mask, **kwargs)
+            return output[:, :length], None
         implementation = self.config._attn_implementation
         if implementation == "flex_attention" and not isinstance(attention_mask, BlockMask):
             # FlexAttention is for training's block masks; it would compile anew for each length of a growing context.
@@ -60,31 +72,7 @@ class KimiK3DFlashAttention(KimiK3MLAttention):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, "scaling": self.scaling}
-        return attention(self, queries, keys, values, attention_mask, **kwargs)[0]
-
-    def _attend_absorbed(
-        self,
-        queries: torch.Tensor,
-        latents: torch.Tensor,
-        shared_keys: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """
-        The same with `kv_b_proj` on the few queries and outputs of a block: no cached row is expanded again, in each
-        round, to the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-        """
-        sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
-        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(sizes, dim=1)
-        nope, shared = queries.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
-        # All heads read the same rows, so they become further queries of one head: `[B, 1, N * Q, r + dr]`.
-        queries = torch.cat([nope @ to_keys, shared], dim=-1).flatten(1, 2).unsqueeze(1)
-        keys = torch.cat([latents, shared_keys], dim=-1)
-        if attention_mask is not None:
-            attention_mask = attention_mask.repeat(1, 1, self.num_heads, 1)
-        output = self._attend(queries, keys, latents, attention_mask, **kwargs)
-        output = output.squeeze(2).unflatten(1, (self.num_heads, -1)) @ to_values.transpose(1, 2)
-        return output.transpose(1, 2)
+        return attention(self, queries, keys, values, attention_mask, **kwargs)
 
 
 class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -101,7 +89,7 @@ class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | BlockMask | None = None,
+        attention_mask: Visible | None = None,
         cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -135,10 +123,6 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
     def context_projection(self) -> nn.Linear:
         return self.fc
 
-    @property
-    def output_norm(self) -> nn.Module:
-        return self.norm
-
     @accept_seed_names
     def forward(
         self,
@@ -148,9 +132,15 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
+        anchor_positions: torch.LongTensor | None = None,
+        block_keep_mask: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
+        One block after its whole context, as in decoding, or any number of blocks, as in training. Many blocks are
+        given by `anchor_positions`, which is fastest, or by a mask.
+
         Args:
             noise_embeds (`[B, Q, H]`):
                 Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
@@ -168,14 +158,18 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
                 `cache.crop(-Q)` before the next round.
             use_cache (`bool`, *optional*):
                 Makes a cache if none is given.
+            anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
+                Many blocks of `block_size`: where they stand, ascending if they are to be fast, which of them are no
+                padding (default: all), and the documents of packed rows. They see what
+                [`~blockdraft.modeling.block_attention.block_mask_mod`] says.
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPast`]: `last_hidden_state` `[B, Q, H]` in the dtype of
             `noise_embeds`, ready for the target's head, and `cache`.
 
         Raises:
-            ValueError: if the width of the features or the shape of the mask is wrong, or if Q > `block_size` comes
-                without a mask that says which block sees what.
+            ValueError: if the width of the features or a shape is wrong, or if Q > `block_size` comes with neither
+                anchors nor a mask that says which block sees what.
         """
         if context_hidden_states.shape[-1] != self.fc.in_features:
             raise ValueError(
@@ -184,16 +178,22 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
-        cached = cache.get_seq_length() if cache is not None else 0
-        key_length = cached + context_hidden_states.shape[1] + noise_embeds.shape[1]
-        attention_mask = self._visible_keys(attention_mask, noise_embeds, key_length)
+        anchors = (anchor_positions, block_keep_mask, document_ids)
+        self.check_anchors(noise_embeds, context_hidden_states, attention_mask, cache, *anchors)
+        context_length = context_hidden_states.shape[1]
+        if anchor_positions is not None:
+            visible = self.what_blocks_see(anchor_positions, block_keep_mask, context_length, document_ids)
+        else:
+            cached = cache.get_seq_length() if cache is not None else 0
+            key_length = cached + context_length + noise_embeds.shape[1]
+            visible = self._visible_keys(attention_mask, noise_embeds, key_length)
 
         # The target may be held in another dtype than the draft.
         dtype = self.norm.weight.dtype
         context_hidden_states = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
         hidden_states = noise_embeds.to(dtype)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, context_hidden_states, attention_mask, cache=cache, **kwargs)
+            hidden_states = layer(hidden_states, context_hidden_states, visible, cache=cache, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states).to(noise_embeds.dtype), cache=cache)
 
     def _visible_keys(
@@ -212,7 +212,8 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             if query_length > self.config.block_size:
                 raise ValueError(
                     f"`noise_embeds` holds {query_length} tokens, more than one block of {self.config.block_size}: "
-                    "without a 4D `attention_mask` each block would see the others and what follows its anchor."
+                    "pass `anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
+                    "follows its anchor."
                 )
             attention_mask = self._single_block_mask(attention_mask, query_length, key_length, noise_embeds.device)
         if attention_mask is None:

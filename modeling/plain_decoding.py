@@ -32,6 +32,8 @@ from .decoding_call import (
     split_rows,
 )
 
+# Sections of a decoding loop that are timed: the forwards, then its own work.
+ROUND_PARTS = ("prefill", "target", "draft", "choose", "match", "commit", "rollback", "features")
 # These look at nothing but the row of logits, so all rows of a block go through them at once.
 PREFIX_FREE_PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -71,7 +73,7 @@ class Stopwatch:
         return event
 
     def seconds(self) -> dict[str, float]:
-        seconds = {"target": 0.0, "draft": 0.0}
+        seconds = dict.fromkeys(ROUND_PARTS, 0.0)
         for name, laps in self._laps.items():
             for begin, end in laps:
                 if isinstance(end, float):
@@ -136,6 +138,8 @@ class TokenSequence:
     def _process_row(self, prefix: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         """`[1, prefix]` and `[vocab]` -> `[1, vocab]`. Some processors know the rows of their batch apart."""
         number, batch_size = self._row.number, self._row.batch_size
+        if batch_size == 1:
+            return self._processors(prefix, scores[None])
         return self._processors(prefix.repeat(batch_size, 1), scores.repeat(batch_size, 1))[number : number + 1]
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
@@ -225,7 +229,7 @@ class CachedTarget:
     def prefill(self) -> torch.Tensor:
         """Logits `[1, vocab]` after the prompt."""
         inputs = self.model.prepare_inputs_for_generation(self._prompt, is_first_iteration=True, **self._inputs)
-        with self._stopwatch.lap("target", self.device):
+        with self._stopwatch.lap("prefill", self.device):
             return self._forward(**inputs, return_dict=True).logits[:, -1]
 
     def forward(self, block: torch.LongTensor, position: int) -> torch.Tensor:

@@ -322,21 +322,10 @@ def test_rows_without_id_are_refused(tmp_path):
         trainer.place_blocks(batch, 0)
 
 
-def two_rank_weights(output_dir: Path, family: str) -> dict[str, torch.Tensor]:
-    """Of a draft after the step that two gloo processes take, one of which gets rows without an anchor."""
-    script = Path(__file__).parent / "two_rank_step.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    result = subprocess.run([*command, str(output_dir), family], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return torch.load(output_dir / "weights.pt", weights_only=True)
-
-
-def test_two_ranks_equal_one(tmp_path):
-    ranks = two_rank_weights(tmp_path / "two", "dflash")
+def test_two_ranks_equal_one(tmp_path, two_ranks):
     single = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
     single.train()
-    assert_close(ranks, weights(single), 1e-5)
+    assert_close(two_ranks["dflash"], weights(single), 1e-5)
 
 
 def test_evaluate_decodes_for_real(tmp_path):

@@ -10,7 +10,6 @@ from test_draft_trainer import (
     assert_close,
     assert_packed_documents_equal_their_own_rows,
     make_rows,
-    two_rank_weights,
     weights,
 )
 
@@ -330,7 +329,7 @@ def test_mixed_precision_is_near_full_precision(tmp_path):
     logs = []
     for bf16 in (False, True):
         # The same start for both: fitted to features of another precision, it would be another.
-        trainer = dspark_trainer(tmp_path, bf16=bf16, max_steps=1, fit_to_target=False)
+        trainer = dspark_trainer(tmp_path, bf16=bf16, max_steps=1)
         trainer.train()
         logs.append(trainer.state.log_history[0])
         assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
@@ -373,8 +372,8 @@ def test_evaluation_is_repeatable_and_counts_no_load(tmp_path):
     assert not any(load.any() for load in trainer.expert_balance._step_loads)
 
 
-def test_two_ranks_equal_one(tmp_path):
-    ranks = two_rank_weights(tmp_path / "two", "dspark")
+def test_two_ranks_equal_one(tmp_path, two_ranks):
+    ranks = dict(two_ranks["dspark"])
     single = dspark_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
     single.train()
     expected = weights(single)

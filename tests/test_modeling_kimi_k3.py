@@ -13,6 +13,7 @@ from kimi_k3_reference import kimi_k3
 from transformers import DynamicCache
 
 from blockdraft.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from blockdraft.modeling import kimi_k3_layers
 from blockdraft.modeling.modeling_kimi_k3 import (
     DocumentRows,
     KimiK3ForCausalLM,
@@ -244,6 +245,24 @@ def test_verification_and_crop_equal_the_full_forward():
             cache.crop(kept - drafted)
             position += kept
             assert cache.get_seq_length() == position
+
+
+def test_few_tokens_after_many_are_attended_in_the_latent_space(monkeypatch):
+    """Cached rows are not expanded to keys and values again in every forward, and the logits are the same."""
+    target = tiny_k3()
+    input_ids = torch.randint(1, 97, (2, 40))
+    attention = next(layer.self_attn for layer in target.model.layers if not layer.is_kda)
+    expanded, expand = [], attention.expand
+    monkeypatch.setattr(attention, "expand", lambda *args: expanded.append(args[0].shape[2]) or expand(*args))
+    logits = {}
+    for worth in (0, 1_000_000):  # a tiny model saves little
+        monkeypatch.setattr(kimi_k3_layers, "WORTH_ABSORBING", worth)
+        cache = DynamicCache(config=target.config)
+        with torch.no_grad():
+            parts = [target(part, cache=cache).logits for part in input_ids.split([34, 1, 4, 1], dim=1)]
+        logits[worth] = torch.cat(parts, dim=1)
+    assert expanded == [34, 34, 35, 39, 40]
+    torch.testing.assert_close(logits[0], logits[1_000_000], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

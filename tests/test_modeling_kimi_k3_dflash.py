@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.flex_attention as flex_integration
 from draft_models import draft_inputs, tiny_draft
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import DFlashCache
 
@@ -83,6 +86,52 @@ def test_flex_attention_agrees(golden):
     draft.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="flex_attention"):
         draft(noise, features, flex_block_mask(anchors, keep, features.shape[1], 5))
+
+
+WIDE_HEADS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+@torch.no_grad()
+def test_flex_attention_compiles_for_few_shapes(monkeypatch):
+    """The first of 12 lengths compiles, and at most two of the others do, whatever the number of blocks near 500."""
+    compiled = CompileCounter()
+    torch.compiler.reset()
+    flex = torch.compile(flex_attention, backend=compiled)
+    monkeypatch.setattr(flex_integration.WrappedFlexAttention, "__call__", lambda self: flex)
+    draft = tiny_draft("flex_attention", num_hidden_layers=1, num_attention_heads=1, block_size=2, **WIDE_HEADS)
+    for i, length in enumerate(torch.linspace(1024, 4096, 12).long().tolist()):
+        anchors = torch.linspace(1, length - 2, 500 + i).long()[None]
+        draft(**draft_inputs(draft, length, len(anchors[0])), anchor_positions=anchors)
+    assert 1 <= compiled.frame_count <= 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 5, "is_causal": True}], ids=str)
+def test_flex_attention_by_anchors_agrees(settings):
+    draft = tiny_draft("flex_attention", **WIDE_HEADS, **settings)
+    keep = torch.tensor([[True] * 3, [True, True, False]])
+    inputs = draft_inputs(draft, context_length=13, blocks=3, batch=2)
+    inputs |= {"anchor_positions": torch.tensor([[3, 4, 11], [2, 9, 0]]), "block_keep_mask": keep}
+    inputs["document_ids"] = torch.tensor([[0] * 5 + [1] * 8, [0] * 13])
+    with torch.compiler.set_stance("force_eager"):
+        hidden = draft(**inputs).last_hidden_state
+    draft.set_attn_implementation("eager")
+    torch.testing.assert_close(hidden, draft(**inputs).last_hidden_state, rtol=1e-4, atol=1e-5)
+
+
+def test_where_flex_attention_cannot(monkeypatch):
+    inputs = {"anchor_positions": torch.tensor([[3, 6]])}
+    draft = tiny_draft("flex_attention", **WIDE_HEADS)
+    with pytest.raises(ValueError, match='attn_implementation="sdpa"'):
+        draft.train()(**draft_inputs(draft, blocks=2), **inputs)
+    said = []
+    monkeypatch.setattr("blockdraft.modeling.modeling_draft.logger.warning_once", said.append)
+    draft = tiny_draft("flex_attention")
+    inputs |= draft_inputs(draft, blocks=2)
+    hidden = draft(**inputs).last_hidden_state
+    assert len(said) == 1 and "at least 16 channels" in said[0]
+    draft.set_attn_implementation("sdpa")
+    assert torch.equal(hidden, draft(**inputs).last_hidden_state)
 
 
 def float64_forward(draft, noise, features, visible):

@@ -121,7 +121,7 @@ def test_a_packed_step_is_the_step_on_its_documents(tmp_path, family):
     results = []
     for packed in (False, True):
         trainer = trainer_for(
-            family, tmp_path, "qwen3", per_device_train_batch_size=9, max_steps=1, fit_to_target=False
+            family, tmp_path, "qwen3", per_device_train_batch_size=9, max_steps=1
         )
         if packed:
             trainer.train_dataset = pack_rows(trainer.train_dataset, 30)

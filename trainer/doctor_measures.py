@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_draft import ANCHOR_FIRST, propose_mask_token_ids
-from ..modeling.block_attention import block_attention_mask
 from ..modeling.plain_decoding import device_of
 from ..modeling.target_features import capture_features, decoder_layers
 from .anchors import legal_anchors, legal_dspark_anchors, sample_anchors
@@ -142,12 +141,8 @@ class Rehearsal:
         known = max(1, self.first_slot)
         ids = build_block_inputs(rows.input_ids, anchors, keep, size, config.mask_token_id, known)
         embeds = draft.embed_block(ids, target.get_input_embeddings()).to(draft.device)
-        if self.label_start:
-            visible = {"anchor_positions": anchors.to(draft.device), "block_keep_mask": keep.to(draft.device)}
-        else:
-            rule = {"sliding_window": config.sliding_window, "causal": config.is_causal}
-            visible = {"attention_mask": block_attention_mask(anchors, keep, width, size, **rule).to(draft.device)}
-        states = draft(noise_embeds=embeds, context_hidden_states=features, **visible).last_hidden_state
+        blocks = {"anchor_positions": anchors.to(draft.device), "block_keep_mask": keep.to(draft.device)}
+        states = draft(noise_embeds=embeds, context_hidden_states=features, **blocks).last_hidden_state
 
         slots = torch.arange(size, device=anchors.device)
         positions = anchors[..., None] + slots + self.label_start + label_shift

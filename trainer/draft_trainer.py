@@ -4,10 +4,9 @@ import inspect
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from transformers.utils import logging
 
 from ..configuration.configuration_draft import target_record
 from ..hub_cards.card import write_adapter_card, write_card
-from ..modeling.block_attention import block_attention_mask, flex_block_mask
 from ..modeling.pairing import check_pair
 from ..modeling.target_features import capture_features
 from ..modeling.target_transforms import check_head, transform_faults
@@ -37,9 +35,8 @@ from .anchors import (
     sample_prefix_lengths,
 )
 from .data import DraftCollator
-from .evaluation import evaluate_decoding, held_out_prompts
+from .evaluation import evaluate_decoding, held_out_prompts, promises_too_much
 from .feature_cache import FeatureCache
-from .initialization import calm_output, channel_rms, even_out_channels
 from .log_window import LogWindow
 from .muon import MuonAndOther, hidden_matrices
 from .objectives import BlockLoss, BlockTargets, block_loss, build_block_inputs, build_block_targets, slot_weights
@@ -51,7 +48,6 @@ logger = logging.get_logger(__name__)
 
 # Resuming looks for `checkpoint-N`: what lies in here was not finished.
 UNFINISHED_CHECKPOINTS = "unfinished"
-FITTED_ROWS, LOSS_ROWS = 32, 8  # of the training set: to measure features, and the loss that a new draft has
 EVALUATION_STEP = -1  # evaluation draws the same anchors at every step
 
 
@@ -179,41 +175,7 @@ class DraftTrainer(HubPushing, Trainer):
             return {"prefix_weight_base": self.args.prefix_weight_base}
         return {}
 
-    # ---- the start ----------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
-        """[`~transformers.Trainer.train`]; a draft that was never trained is fitted to its target first."""
-        # Weights that were trained elsewhere may come without a record, but not with a final norm of ones.
-        untrained = self.draft_config.training is None and bool((self.draft.output_norm.weight == 1).all())
-        if self.args.fit_to_target and untrained and self.adapter is None and not resume_from_checkpoint:
-            self.fit_to_target()
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-
-    @torch.no_grad()
-    def fit_to_target(self) -> None:
-        """Scales what reads the target's features and what its head reads; see [`blockdraft.trainer.initialization`].
-
-        Measured on the first rows of the training set, the same on every rank.
-        """
-        size, rows = self.args.per_device_train_batch_size, list(islice(self.train_dataset, FITTED_ROWS))
-
-        def batches(rows: list[dict]) -> Iterator[dict[str, torch.Tensor]]:
-            for start in range(0, len(rows), size):
-                yield self._prepare_inputs(self.data_collator(rows[start : start + size]))
-
-        def loss() -> float:
-            total = self.loss_class.zeros(self.draft_config.block_size, self.args.device)
-            for batch in batches(rows[:LOSS_ROWS]):
-                self.place_blocks(batch, EVALUATION_STEP)
-                with self.compute_loss_context_manager():
-                    total = total + self.block_loss(self.model, batch)
-            return total.cross_entropy.item()
-
-        features = (self.target_features(batch)[batch["loss_mask"].bool()] for batch in batches(rows))
-        even_out_channels(self.draft.context_projection, channel_rms(features))
-        self.model.eval()
-        scale = calm_output(self.draft.output_norm, loss, self.draft_config.vocab_size)
-        logger.info(f"The draft was fitted to its target's features; its final norm starts at {scale:.3g}.")
+    # ---- one step -----------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The one that `args.optim` names, with Muon for the weight matrices beside AdamW."""
@@ -224,8 +186,6 @@ class DraftTrainer(HubPushing, Trainer):
         if takes_muon and type(optimizer) is torch.optim.AdamW:
             self.optimizer = MuonAndOther(optimizer, hidden_matrices(self.draft))
         return self.optimizer
-
-    # ---- one step -----------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.Tensor:
         """Places the blocks of an accumulation window and sums their loss weights over micro-batches and ranks."""
@@ -317,18 +277,12 @@ class DraftTrainer(HubPushing, Trainer):
         )
         with torch.no_grad():
             noise_embeds = draft.embed_block(block_ids, self.target.get_input_embeddings())
-        make_mask = flex_block_mask if config._attn_implementation == "flex_attention" else block_attention_mask
         hidden_states = model(
             noise_embeds=noise_embeds,
             context_hidden_states=self.kept_states(inputs, lambda batch: (self.target_features(batch),))[0],
-            attention_mask=make_mask(
-                *anchors,
-                inputs["input_ids"].shape[1],
-                config.block_size,
-                sliding_window=config.sliding_window,
-                causal=config.is_causal,
-                document_ids=inputs.get("document_ids"),
-            ),
+            anchor_positions=anchors[0],
+            block_keep_mask=anchors[1],
+            document_ids=inputs.get("document_ids"),
         ).last_hidden_state
         return block_loss(
             hidden_states,
@@ -397,10 +351,11 @@ class DraftTrainer(HubPushing, Trainer):
         metrics = window.metrics(self.accelerator)
         if self.args.eval_decode_prompts:
             metrics |= self._decoding_metrics(dataset)
-            if metrics.get("accuracy", 0) > 0.9 and metrics["tau"] < 2:
+            if promises_too_much(metrics.get("estimated_tau", 1.0), metrics.get("tau", math.inf)):
                 logger.warning(
-                    "Token accuracy is above 0.9 while real decoding commits under 2 tokens a round: evaluation rows "
-                    "leak into training, or target, tokenizer or layer ids differ from those of the features."
+                    f"The rows promise a tau of {metrics['estimated_tau']:.2f}, real decoding gives "
+                    f"{metrics['tau']:.2f}: they are not the target's own answers, or leak into training, or target, "
+                    "tokenizer or layer ids differ from those of the features. `blockdraft doctor` looks for more."
                 )
         self.model.train(training)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

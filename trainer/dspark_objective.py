@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .loss_chunks import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
 from .objectives import (
     BlockLoss,
     block_acceptance,
     build_block_targets,
-    in_fp32,
+    cross_entropy_gradient,
     slot_weights,
-    sum_over_slots,
     survival,
+    token_probabilities,
 )
 
 
@@ -157,7 +158,8 @@ def dspark_loss(
     targets: DSparkTargets,
     alphas: DSparkAlphas,
     gamma: float | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
+    recompute: bool = False,
 ) -> DSparkLoss:
     """The three terms over the supervised slots of a batch, with the acceptance diagnostics.
 
@@ -169,46 +171,61 @@ def dspark_loss(
         targets: from [`build_dspark_targets`].
         alphas: weights of the terms; they also say which terms there are.
         gamma (`float`, *optional*): decay length in slots; none: no decay.
-        chunk_size (`int`): most slots whose logits are held at once.
+        chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: by vocabulary and device,
+            see [`default_chunk_size`].
+        recompute (`bool`): make the logits once more in the backward pass, see [`sum_over_slots`].
     """
     mask = targets.mask
     weights = slot_weights(mask, 0, gamma)
     compared = mask * alphas.need_teacher
     confidence_weights = weights * (alphas.confidence > 0)
 
-    def slot_loss(labels: Tensor, weight: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    def slot_loss(labels: Tensor, weight: Tensor, *values: Tensor) -> SlotLoss:
         logits, teacher_logits, confidence = predict(*values)
-        logits = in_fp32(logits)
-        ce = (F.cross_entropy(logits, labels, reduction="none") * weight).sum()
-        l1 = confidence_loss = torch.zeros_like(ce)
-        accept = predicted = torch.zeros_like(weight)
-        if alphas.need_teacher:
-            teacher = in_fp32(teacher_logits.detach()).softmax(-1)
+        logits, outputs, gradients = in_fp32(logits), [], []
+        difference = None
+        bce = distance = accept = predicted = torch.zeros_like(weight)
+        with torch.no_grad():
+            probabilities, nll, best = token_probabilities(logits, labels)
+            if alphas.need_teacher:
+                difference = in_fp32(teacher_logits).softmax(-1)
+                del teacher_logits
+                torch.sub(probabilities, difference, out=difference)
+                distance = difference.abs().sum(-1)
+                accept = (1 - distance / 2).clamp(0, 1)
+            if alphas.confidence > 0:
+                score = in_fp32(confidence)
+                predicted = score.sigmoid()
+                bce = F.binary_cross_entropy_with_logits(score, accept, reduction="none")
+                if confidence.requires_grad:
+                    outputs.append(confidence)
+                    gradients.append((alphas.confidence * weight * (predicted - accept)).to(confidence.dtype))
+            if logits.requires_grad:
+                outputs.append(logits)
+                gradients.append(_logits_gradient(probabilities, difference, labels, weight, alphas))
             # Without its term the distance is only the confidence's label.
-            distance = ((logits if alphas.l1 > 0 else logits.detach()).softmax(-1) - teacher).abs().sum(-1)
-            accept = (1 - distance.detach() / 2).clamp(0, 1)
-            l1 = (distance * weight).sum() if alphas.l1 > 0 else l1
-        if alphas.confidence > 0:
-            confidence = in_fp32(confidence)
-            bce = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
-            confidence_loss = (bce * weight).sum()
-            predicted = confidence.detach().sigmoid()
-        return torch.stack([ce, l1, confidence_loss]), logits.argmax(-1) == labels, accept, predicted
+            terms = [nll * weight, distance * weight * (alphas.l1 > 0), bce * weight]
+            loss = sum(alpha * term for alpha, term in zip(alphas, terms, strict=True))
+        return SlotLoss(loss, outputs, gradients, [*terms, best == labels, accept, predicted])
 
     flat = [values.flatten(0, 2) for values in (targets.token_ids, weights, *inputs)]
-    terms, correct, accept, predicted = sum_over_slots(slot_loss, mask, flat, chunk_size)
+    if chunk_size is None:
+        # Not under `no_grad`: autocast would keep the heads' matrices, cast without a gradient, for the chunks.
+        logits = predict(*(values[:1].detach() for values in flat[2:])).logits
+        chunk_size = default_chunk_size(logits.shape[-1], logits.device.type)
+    loss_sum, *terms, correct, accept, predicted = sum_over_slots(slot_loss, mask, flat, chunk_size, recompute)
     slot_accepted, valid_blocks = block_acceptance(correct, mask)
     slot_survival, compared_blocks = block_acceptance(accept, compared)
     return DSparkLoss(
-        loss_sum=(terms * terms.new_tensor(alphas)).sum(),
+        loss_sum=loss_sum,
         weight=weights.sum(),
         slot_valid=mask.sum((0, 1)),
         slot_correct=(mask * correct).sum((0, 1)),
         slot_accepted=slot_accepted,
         valid_blocks=valid_blocks,
-        ce_sum=terms[0].detach(),
-        l1_sum=terms[1].detach(),
-        confidence_sum=terms[2].detach(),
+        ce_sum=terms[0].sum(),
+        l1_sum=terms[1].sum(),
+        confidence_sum=terms[2].sum(),
         slot_compared=compared.sum((0, 1)),
         slot_accept_rate=accept.sum((0, 1)),
         accept_length=slot_survival.sum() + compared_blocks,
@@ -218,3 +235,21 @@ def dspark_loss(
         confidence_cumulative_bias=(confidence_weights * (survival(predicted, mask) - survival(accept, mask))).sum(),
         confidence_weight=confidence_weights.sum(),
     )
+
+
+def _logits_gradient(
+    probabilities: Tensor, difference: Tensor | None, labels: Tensor, weight: Tensor, alphas: DSparkAlphas
+) -> Tensor:
+    """Of cross entropy and distance, with alphas and weights summed over n slots, with respect to the logits.
+
+    With p the draft's distribution and s the sign of its difference from the teacher's, the distance's is
+    `p * (s - <p, s>)`. Written over `probabilities` and `difference`, both `[n, V]`.
+    """
+    if alphas.l1 == 0:
+        return cross_entropy_gradient(probabilities, labels, alphas.ce * weight)
+    signed = difference.sign_().mul_(probabilities)
+    l1_weight = (alphas.l1 * weight)[:, None].to(signed)
+    # Both terms hold p times a number for each slot.
+    number = alphas.ce * weight[:, None] - l1_weight * signed.sum(-1, keepdim=True)
+    gradient = probabilities.mul_(number).add_(signed.mul_(l1_weight))
+    return gradient.scatter_add_(1, labels[:, None], -(alphas.ce * weight)[:, None].to(gradient))

@@ -1,8 +1,11 @@
 """The Trainer of DSpark drafts: what differs from DFlash's."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..modeling.target_features import capture_features
@@ -59,6 +62,10 @@ class DSparkTrainer(DraftTrainer):
                 "`ce_loss_alpha`, `l1_loss_alpha` and `confidence_head_alpha` (counted as 0 where the draft has no "
                 "confidence head) are all 0: nothing would be trained."
             )
+        # Sharded heads are whole while they run, and get their gradient from hooks.
+        self._recomputes_heads = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+        if self._recomputes_heads:
+            logger.warning("The draft's heads are sharded: the backward pass makes the logits once more.")
         bias_step = args.expert_bias_step
         if self.adapter is not None:
             # The routers' bias is the base's, and an adapter is loaded onto the base as it was.
@@ -116,30 +123,34 @@ class DSparkTrainer(DraftTrainer):
         shape = targets.token_ids.shape
         states = (output.last_hidden_state, output.confidence_states)
         slots = [*(state.view(*shape, -1) for state in states), targets.previous_token_ids]
+        predict = self._predict
         if self.alphas.need_teacher:
             # Slot k's token follows position a + k; slots past the row's end are not supervised.
             positions = anchors[..., None] + torch.arange(config.block_size, device=anchors.device)
-            rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-            slots.append(last_hidden[rows, positions.clamp(max=last_hidden.shape[1] - 1)])
-        return dspark_loss(self._predict, slots, targets, self.alphas, self.gamma, self.args.loss_chunk_size)
+            rows, length = torch.arange(len(anchors), device=anchors.device), last_hidden.shape[1]
+            slots.append(rows[:, None, None] * length + positions.clamp(max=length - 1))
+            predict = partial(predict, teacher_states=last_hidden.flatten(0, 1))
+        chunk_size, recompute = self.args.loss_chunk_size, self._recomputes_heads
+        return dspark_loss(predict, slots, targets, self.alphas, self.gamma, chunk_size, recompute)
 
     def _predict(
         self,
         hidden_states: torch.Tensor,
         confidence_states: torch.Tensor,
         previous_token_ids: torch.Tensor,
+        teacher_rows: torch.Tensor | None = None,
         teacher_states: torch.Tensor | None = None,
     ) -> SlotPredictions:
-        """Predictions of n slots from the draft's output `[n, H]` (twice), the tokens before them `[n]` and what the
-        target's head reads there `[n, H]`."""
+        """Predictions of n slots from the draft's output `[n, H]` (twice), the tokens before them `[n]` and, of what
+        the target's head reads `[B * S, H]`, their rows `[n]`."""
         draft, head = self.draft, self.target.get_output_embeddings()
         logits, teacher_logits, confidence = draft.compute_logits(hidden_states, head), None, None
         if draft.markov_head is not None:
             transitions, embeddings = draft.markov_head(previous_token_ids)
             logits = logits + transitions.float()
-        if teacher_states is not None:
+        if teacher_rows is not None:
             with torch.no_grad():
-                teacher_logits = draft.compute_logits(teacher_states, head)
+                teacher_logits = draft.compute_logits(teacher_states[teacher_rows], head)
         if self.alphas.confidence > 0:
             if self.args.confidence_head_stop_gradient:
                 confidence_states, embeddings = confidence_states.detach(), embeddings.detach()

@@ -12,14 +12,14 @@ its objective, with three terms, is in [`blockdraft.trainer.dspark_objective`] a
 Everything comes back as sums, so that a caller can divide by a weight gathered over accumulation steps and ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from .loss_chunks import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
 
 
 class BlockTargets(NamedTuple):
@@ -209,69 +209,43 @@ def block_acceptance(accepted: Tensor, supervised: Tensor) -> tuple[Tensor, Tens
     return survival(accepted, supervised).sum((0, 1)), (supervised != 0).any(-1).sum()
 
 
-def sum_over_slots(
-    slot_loss: Callable[..., tuple[Tensor, ...]], supervised: Tensor, inputs: Sequence[Tensor], chunk_size: int
-) -> tuple[Tensor, ...]:
-    """Sums a loss over the supervised slots, `chunk_size` of them at a time.
-
-    With more than one chunk the backward pass computes each anew, so that what a slot needs (logits over the
-    vocabulary) never exists for all of them.
-
-    Args:
-        slot_loss: maps n slots of `inputs` to a tuple: the sum, of any shape, and any number of `[n]` tensors to keep,
-            which carry no gradient.
-        supervised (`[B, N, block_size]`): non-zero where a slot counts.
-        inputs: tensors `[B * N * block_size, ...]`.
-        chunk_size (`int`): most slots at once.
-
-    Returns:
-        The sum, and each kept tensor as `[B, N, block_size]`, zero in unsupervised slots.
-    """
-    index = supervised.flatten().nonzero().flatten()
-    total, kept = 0.0, []
-    # Without a supervised slot there is one empty chunk: a zero that still reaches the draft's parameters, so that no
-    # rank of a data-parallel run waits for the gradients of another.
-    for part in zip(*(tensor[index].split(chunk_size) for tensor in inputs), strict=True):
-        if len(index) > chunk_size:
-            chunk_sum, *chunk_kept = checkpoint(slot_loss, *part, use_reentrant=False)
-        else:
-            chunk_sum, *chunk_kept = slot_loss(*part)
-        total = total + chunk_sum
-        kept.append(chunk_kept)
-    slots = []
-    for values in (torch.cat(chunks) for chunks in zip(*kept, strict=True)):
-        slots.append(values.new_zeros(supervised.numel()).index_put_((index,), values).view(supervised.shape))
-    return total, *slots
-
-
 def block_loss(
     hidden_states: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
     targets: BlockTargets,
     prefix_lengths: Tensor | int = 1,
     gamma: float | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
 ) -> BlockLoss:
     """Weighted cross entropy of the draft's blocks, with its metrics.
 
-    Logits exist for supervised slots only, see [`sum_over_slots`].
+    Logits exist for supervised slots only, see [`~blockdraft.trainer.loss_chunks.sum_over_slots`].
 
     Args:
         hidden_states (`[B, N * block_size, H]`): the draft's last hidden state.
         compute_logits: maps `[n, H]` hidden states to `[n, vocabulary]` logits.
         targets: from [`build_block_targets`].
         prefix_lengths, gamma: as in [`slot_weights`].
-        chunk_size (`int`): most slots whose logits are held at once.
+        chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: by vocabulary and device,
+            see [`~blockdraft.trainer.loss_chunks.default_chunk_size`].
     """
     mask = supervised_slots(targets.mask, prefix_lengths)
     weights = slot_weights(targets.mask, prefix_lengths, gamma)
 
-    def slot_loss(hidden: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def slot_loss(hidden: Tensor, labels: Tensor, weight: Tensor) -> SlotLoss:
         logits = in_fp32(compute_logits(hidden))
-        nll = F.cross_entropy(logits, labels, reduction="none")
-        return (nll * weight).sum(), logits.argmax(-1) == labels
+        with torch.no_grad():
+            probabilities, nll, best = token_probabilities(logits, labels)
+            kept = [best == labels]
+            if not logits.requires_grad:
+                return SlotLoss(nll * weight, (), (), kept)
+            gradient = cross_entropy_gradient(probabilities, labels, weight)
+        return SlotLoss(nll * weight, [logits], [gradient], kept)
 
-    inputs = (hidden_states.flatten(0, 1), targets.token_ids.flatten(), weights.flatten())
+    flat = hidden_states.flatten(0, 1)
+    if chunk_size is None:
+        chunk_size = default_chunk_size(compute_logits(flat[:1]).shape[-1], flat.device.type)
+    inputs = (flat, targets.token_ids.flatten(), weights.flatten())
     loss_sum, correct = sum_over_slots(slot_loss, mask, inputs, chunk_size)
     slot_accepted, valid_blocks = block_acceptance(correct, mask)
     return BlockLoss(
@@ -284,9 +258,19 @@ def block_loss(
     )
 
 
-def in_fp32(logits: Tensor) -> Tensor:
-    """Half-precision logits go to fp32, so that the sum over the vocabulary loses nothing more to rounding."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def token_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits `[n, V]` and labels `[n]` -> probabilities `[n, V]`, `-log p(label)` `[n]` and the best token `[n]`."""
+    best = logits.argmax(-1, keepdim=True)
+    probabilities = logits.softmax(-1)
+    # The best token's probability is never too small for its logarithm, as the label's may be.
+    nll = logits.gather(1, best) - logits.gather(1, labels[:, None]) - probabilities.gather(1, best).log()
+    return probabilities, nll.squeeze(1), best.squeeze(1)
+
+
+def cross_entropy_gradient(probabilities: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    """Of the sum of `weight * -log p(label)` with respect to the logits, `weight * (p - onehot)`, in the memory of
+    `probabilities`; `labels` and `weight` are `[n]`."""
+    return probabilities.mul_(weight[:, None]).scatter_add_(1, labels[:, None], -weight[:, None].to(probabilities))
 
 
 def _per_block(prefix_lengths: Tensor | int) -> Tensor | int:

@@ -67,8 +67,12 @@ class DraftTrainingArguments(TrainingArguments):
     expert_bias_step: float = field(
         default=1e-3, metadata={"help": "dspark: step of the router bias that balances the experts' load; 0: off."}
     )
-    loss_chunk_size: int = field(
-        default=1024, metadata={"help": "Supervised slots whose logits are in memory at the same time."}
+    loss_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Supervised slots whose logits are in memory at the same time. Default: by vocabulary and device, "
+            "64 MB of logits on a CPU, 256 MB on a GPU, 64 slots at least."
+        },
     )
     muon: bool = field(
         default=True,
@@ -76,10 +80,6 @@ class DraftTrainingArguments(TrainingArguments):
             "help": "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW; "
             "an adapter, FSDP and DeepSpeed go without."
         },
-    )
-    fit_to_target: bool = field(
-        default=False,
-        metadata={"help": "Start a new draft at the scale of the target's features and head."},
     )
     cache_features: bool = field(
         default=False,
@@ -113,9 +113,13 @@ class DraftTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.loss_type is not None and self.loss_type not in OBJECTIVES:
             raise ValueError(f"`loss_type` is {self.loss_type!r}; choose one of {', '.join(OBJECTIVES)}.")
-        for name in ("num_anchors", "loss_chunk_size", "prefix_weight_base"):
+        for name in ("num_anchors", "prefix_weight_base"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be positive.")
+        if self.loss_chunk_size is not None and self.loss_chunk_size < 1:
+            raise ValueError(
+                f"`loss_chunk_size` is {self.loss_chunk_size}: it must be at least 1; leave it out for the default."
+            )
         not_negative = ["eval_decode_prompts", "eval_max_new_tokens", "loss_decay_gamma", "expert_bias_step"]
         not_negative += ["ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha"]
         for name in not_negative:

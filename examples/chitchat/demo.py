@@ -93,7 +93,6 @@ DEMOS = {
         learning_rate=2e-3,
         demo_seconds=461.0,
         target_probe_seconds=0.95,
-        training={"fit_to_target": True},  # README's figures were measured so
         served_block_sizes=(4, 6, 8),
     ),
     "dspark": Demo(

@@ -21,7 +21,7 @@ COMPLETE = "Complete this Python function:\n```python\n{source}\n```"
 # Folders of the standard library that hold tests, other people's packages or one file a code page.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 MAX_CHARS = 1200
-CHAT_PROMPTS, TRAIN_PROMPTS, CHAT_HELD_OUT = 4000, 4350, 100
+CODE_PROMPTS, CHAT_PROMPTS, CHAT_HELD_OUT = 3600, 1000, 100
 
 
 def chat_prompts(part: str, count: int) -> list[dict]:
@@ -68,10 +68,11 @@ def _row(name: str, text: str) -> dict:
 
 def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    train = chat_prompts("train+draft", CHAT_PROMPTS) + standard_library_prompts()
-    random.Random(0).shuffle(train)
+    shuffled = random.Random(0)
+    train = shuffled.sample(standard_library_prompts(), CODE_PROMPTS) + chat_prompts("train+draft", CHAT_PROMPTS)
+    shuffled.shuffle(train)
     parts = {
-        "train": train[:TRAIN_PROMPTS],
+        "train": train,
         "chat": chat_prompts("heldout", CHAT_HELD_OUT),
         "humaneval": humaneval_prompts(),
     }
