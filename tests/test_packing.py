@@ -120,9 +120,7 @@ def test_a_packed_step_is_the_step_on_its_documents(tmp_path, family):
     """The same weights after a step over the same documents, packed in 3 rows or in 9 rows of their own."""
     results = []
     for packed in (False, True):
-        trainer = trainer_for(
-            family, tmp_path, "qwen3", per_device_train_batch_size=9, max_steps=1
-        )
+        trainer = trainer_for(family, tmp_path, "qwen3", per_device_train_batch_size=9, max_steps=1)
         if packed:
             trainer.train_dataset = pack_rows(trainer.train_dataset, 30)
         trainer.train()
