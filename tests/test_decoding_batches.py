@@ -54,7 +54,7 @@ def test_rows_equal_their_prompts_alone(name, build):
         assert sum(row.accepted_lengths) == len(answer) - 1
         assert len(row.verified_lengths) == len(row.accepted_lengths)
         assert row.cache.get_seq_length() == prompt.shape[1] + len(answer) - 1
-        assert row.seconds["total"] > row.seconds["target"] > 0
+        assert row.seconds["total"] > row.seconds["target"] + row.seconds["prefill"] > 0
 
 
 def test_a_cache_given_for_a_batch_stays_empty():
