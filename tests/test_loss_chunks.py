@@ -255,7 +255,7 @@ def step(slots):
 
 before = memory("VmRSS")
 peaks = []
-for slots in (128, 2048):
+for slots in (256, 2048):  # the first: two whole chunks, so that a whole one meets the gradients of another
     step(slots)
     peaks.append(memory("VmHWM") - before)
     embed.weight.grad = markov.weight.grad = None

@@ -8,7 +8,7 @@ import torch
 from deepseek_v41_dspark_models import dspark_inputs, golden_dspark, our_name, tiny_dspark
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_remote_code import code_files, run_fresh
 from torch import nn
 from transformers import AutoModel, DynamicCache
@@ -406,10 +406,9 @@ def test_anchors_are_drawn_where_none_are_given():
 
 def test_loads_and_saves_again_without_the_package(tmp_path):
     draft = tiny_dspark(confidence_input="pre_norm", confidence_temperatures=[1.0, 1.5, 0.5, 2.0])
-    inputs = dspark_inputs(draft)
+    save_file(dspark_inputs(draft), tmp_path / "inputs.safetensors")
     with torch.no_grad():
-        expected = draft(**inputs).last_hidden_state
-    save_file(inputs, tmp_path / "inputs.safetensors")
+        expected = draft(**load_file(tmp_path / "inputs.safetensors")).last_hidden_state
     draft.save_pretrained(tmp_path / "made_here")
     hidden = run_fresh(tmp_path / "made_here", tmp_path / "inputs.safetensors", tmp_path / "again", tmp_path)
     assert torch.equal(hidden, expected)
