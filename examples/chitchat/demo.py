@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,7 +63,6 @@ class Demo:
     # The whole demo, and `probe_seconds` before it, as measured on two cores of a Xeon (Sapphire Rapids).
     demo_seconds: float
     target_probe_seconds: float
-    training: dict = field(default_factory=dict)  # further training arguments
     served_block_sizes: tuple[int, ...] = ()  # dflash
     calibration_rounds: int = 0  # dspark: to measure on, half as many again to fit on
     confidence_threshold: float = 0.0  # dspark
@@ -100,7 +99,6 @@ DEMOS = {
         target="deepseek_v41",
         shape={},  # the target's own: one stage, blocks of 5
         max_steps=280,
-        training={"muon": False},  # README's figures were measured so
         learning_rate=2e-3,
         demo_seconds=730.0,
         target_probe_seconds=1.4,
@@ -217,7 +215,6 @@ def train(target, tokenizer, train_answers: Path, eval_answers: Path, output_dir
         save_total_limit=1,
         seed=demo.seed,
         use_cpu=True,
-        **demo.training,
     )
     trainer = new_trainer(
         new_draft(target, tokenizer, demo.draft_type, **demo.shape),
