@@ -51,6 +51,10 @@ from .corpus import prompts, split
 from .target_model import target_dir
 
 
+# A step on a few tokens is thousands of small operations: a second thread slows it down.
+DECODING_THREADS = 1
+
+
 @dataclass(frozen=True)
 class Demo:
     """What one demo does: sizes that fit into its minutes on two cores."""
@@ -66,7 +70,6 @@ class Demo:
     served_block_sizes: tuple[int, ...] = ()  # dflash
     calibration_rounds: int = 0  # dspark: to measure on, half as many again to fit on
     confidence_threshold: float = 0.0  # dspark
-    decoding_threads: int = 2
     seed: int = 0
     train_prompts: int = 3000
     eval_prompts: int = 100  # so that 1% of them is one
@@ -104,7 +107,6 @@ DEMOS = {
         target_probe_seconds=1.4,
         calibration_rounds=5000,
         confidence_threshold=0.3,
-        decoding_threads=1,  # a step on one token is a few thousand small operations: a second thread slows it down
         train_prompts=2200,
     ),
 }
@@ -127,7 +129,7 @@ def main(demo: Demo, run_dir: Path) -> None:
     eval_answers = answer(target, tokenizer, eval_rows, run_dir / "eval_answers.jsonl", demo)
     trainer = train(target, tokenizer, train_answers, eval_answers, run_dir / "draft", demo)
     measured = []
-    with threads(demo.decoding_threads):
+    with threads(DECODING_THREADS):
         if demo.calibration_rounds:
             measured.append(calibrate_confidence(trainer, unseen_prompts(heldout_rows, eval_rows), run_dir, demo))
         measured.append(evaluate(trainer, run_dir, demo))
