@@ -1,7 +1,7 @@
 """What a round of block decoding costs: verifications of 1 to 16 tokens, drafting, and the loop's own work by kind.
 
-    OMP_WAIT_POLICY=passive python -m benchmarks.decode --plot costs.png --json costs.json
-    OMP_WAIT_POLICY=passive python -m benchmarks.decode --target TARGET --draft DRAFT
+    OMP_NUM_THREADS=1 python -m benchmarks.decode --plot costs.png --json costs.json
+    OMP_NUM_THREADS=1 python -m benchmarks.decode --target TARGET --draft DRAFT
 
 Without `--target` both embedded targets are measured, without `--draft` an untrained one. Costs do not depend on what
 is accepted, so the prompts are random tokens and no answer stops; `blockdraft evaluate` measures acceptance and

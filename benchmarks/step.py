@@ -1,6 +1,6 @@
 """The training step of both drafts against the dense reference and against the floor, and how its work grows.
 
-    OMP_WAIT_POLICY=passive python -m benchmarks.step --json step.json --plot step.png
+    OMP_WAIT_POLICY=active python -m benchmarks.step --json step.json --plot step.png
 
 Each figure comes from a process of its own, on random states: no target runs. Dense is attention by its definition
 with a mask over `[context | blocks]` (a second table has it by SDPA) and logits of every slot; fast is what the
