@@ -50,7 +50,6 @@ from blockdraft.trainer.training_args import DraftTrainingArguments
 from .corpus import prompts, split
 from .target_model import target_dir
 
-
 # A step on a few tokens is thousands of small operations: a second thread slows it down.
 DECODING_THREADS = 1
 
