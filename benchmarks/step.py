@@ -59,6 +59,7 @@ TOKENS, ANCHORS = (1024, 2048, 4096, 8192), (64, 128, 256, 512)
 TOKENS_AT, ANCHORS_AT = 512, 2048  # anchors while tokens grow, tokens while anchors grow
 MAX_DISTANCE = 1.6  # from the floor; beyond it the profile is shown
 START_SECONDS = 8  # of a process
+THREADS = torch.get_num_threads()  # of each process that measures
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,7 @@ def environment(machine: Machine) -> dict:
     return {
         "processor": names[0] if names else platform.machine(),
         "gpu": gpu,
-        "threads": torch.get_num_threads(),
+        "threads": THREADS,
         "torch": torch.__version__,
         "dtype": str(machine.dtype),
     }
@@ -434,7 +435,8 @@ def main() -> None:
     configs = {"K3 DFlash": k3_config(), "V4.1 DSpark": v41_config()}
     growing = {name: growth_cases(config, tokens, anchors) for name, config in configs.items()}
     points = [case for by_axis in growing.values() for axis in by_axis.values() for case in axis]
-    estimate = estimated_seconds(cases, machine, repeats) + estimated_seconds([*large, *points], machine, 1) / 4
+    estimate = in_own_process(estimated_seconds, cases, machine, repeats)
+    estimate += in_own_process(estimated_seconds, [*large, *points], machine, 1) / 4
     print(f"About {max(1, round(estimate / 60))} min.")
 
     processes = len(cases) * (4 + (machine.autocast is not None)) + len(large) + 2 * len(configs)
@@ -475,4 +477,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # with OMP_WAIT_POLICY=active its idle threads would spin beside those that measure
     main()
