@@ -70,10 +70,6 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         return self.mtp
 
     @property
-    def context_projection(self) -> nn.Linear:
-        return self.mtp[0].main_proj
-
-    @property
     def markov_head(self) -> DeepseekV41DSparkMarkovHead | None:
         return self.mtp[-1].markov_head
 

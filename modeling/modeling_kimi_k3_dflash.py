@@ -119,10 +119,6 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         self.norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_init()
 
-    @property
-    def context_projection(self) -> nn.Linear:
-        return self.fc
-
     @accept_seed_names
     def forward(
         self,

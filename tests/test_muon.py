@@ -73,7 +73,8 @@ def test_matrices_of_a_draft(build):
     matrices = hidden_matrices(draft)
     assert {matrix.dim() for matrix in matrices} == {2}
     found = {names[id(matrix)] for matrix in matrices}
-    assert draft.context_projection.weight in set(matrices)
+    projection = draft.fc if build is build_draft else draft.mtp[0].main_proj
+    assert projection.weight in set(matrices)
     assert not [name for name in found if "markov_head" in name or "confidence_head" in name or "gate.weight" in name]
 
 
