@@ -178,10 +178,13 @@ class KimiK3MLAttention(nn.Module):
         keys: torch.Tensor,
         values: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        implementation: str | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, n, Q, d]` queries -> `[B, Q, n, dv]` and, where the implementation knows them, the weights."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation or self.config._attn_implementation, eager_attention
+        )
         dropout = self.config.attention_dropout if self.training else 0.0
         kwargs |= {"dropout": dropout, "scaling": self.scaling}
         return attention(self, queries, keys, values, attention_mask, **kwargs)

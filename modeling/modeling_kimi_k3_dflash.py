@@ -6,11 +6,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache, DFlashCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from .block_attention import PaddedBlockMask
-from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm, eager_attention
+from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
 from .modeling_draft import DraftPreTrainedModel, accept_seed_names
 from .visible_attention import VisibleKeys, attend_visible
 
@@ -65,14 +64,10 @@ class KimiK3DFlashAttention(KimiK3MLAttention):
             keys, values = padded.pad_keys(keys, length), padded.pad_keys(values, length)
             output, _ = self._run_attention(padded.pad_queries(queries), keys, values, padded.mask, **kwargs)
             return output[:, :length], None
-        implementation = self.config._attn_implementation
-        if implementation == "flex_attention" and not isinstance(attention_mask, BlockMask):
+        if self.config._attn_implementation == "flex_attention" and not isinstance(attention_mask, BlockMask):
             # FlexAttention is for training's block masks; it would compile anew for each length of a growing context.
-            implementation = "sdpa"
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        kwargs |= {"dropout": dropout, "scaling": self.scaling}
-        return attention(self, queries, keys, values, attention_mask, **kwargs)
+            kwargs["implementation"] = "sdpa"
+        return super()._run_attention(queries, keys, values, attention_mask, **kwargs)
 
 
 class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
