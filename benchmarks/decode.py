@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, help="of the untrained draft; default: dflash 8, dspark 5")
     parser.add_argument("--num_draft_layers", type=int, default=1, help="of the untrained draft")
     parser.add_argument("--dtype", default="float32", help="of the target and its draft")
+    parser.add_argument("--compile", action="store_true", help="both models' forwards, by torch.compile, dynamic shapes")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt_length", type=int, default=48, help="tokens, at least 16")
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -218,6 +219,9 @@ def main() -> None:
             shape = {"block_size": options.block_size or {"dflash": 8, "dspark": 5}[kind]}
             draft = new_draft(target, tokenizer, kind, num_draft_layers=options.num_draft_layers, **shape)
             draft = draft.to(target.device, target.dtype).eval()
+        if options.compile:
+            for model in (target, draft):
+                model.compile(dynamic=True)
         measured.append(measure(Path(name).name, target, draft, options))
         print(f"\n{table(measured[-1])}", flush=True)
     lines = [busy, f"Other processes had {others.share():.0%} of the processors meanwhile."]

@@ -315,12 +315,14 @@ def profile_table(comparisons: Sequence[Comparison]) -> str | None:
     return markdown_table(["fast step, share of its time", *kinds], rows)
 
 
-def memory_table(measured: dict[str, Measured | None]) -> str:
-    rows = [
-        [name, f"{one.sizes.slots:,}", f"{one.bytes / 1e6:,.0f}"] if one else [name, "-", "no memory"]
-        for name, one in measured.items()
-    ]
-    return markdown_table(["vocabulary 163,840, tokens x anchors", "supervised slots", "MB above the weights"], rows)
+def memory_table(measured: dict[str, dict[Way, Measured | None]]) -> str:
+    """Peak memory above the weights, of the head and loss alone and of the whole step."""
+    rows = []
+    for name, ways in measured.items():
+        slots = next((f"{one.sizes.slots:,}" for one in ways.values() if one), "-")
+        rows.append([name, slots, *(f"{one.bytes / 1e6:,.0f}" if one else "no memory" for one in ways.values())])
+    header = ["vocabulary 163,840, tokens x anchors", "supervised slots", "MB above the weights: head and loss", "step"]
+    return markdown_table(header, rows)
 
 
 def growth_table(points: Sequence[dict], axis: str) -> str:
@@ -439,13 +441,15 @@ def main() -> None:
     estimate += in_own_process(estimated_seconds, [*large, *points], machine, 1) / 4
     print(f"About {max(1, round(estimate / 60))} min.")
 
-    processes = len(cases) * (4 + (machine.autocast is not None)) + len(large) + 2 * len(configs)
+    processes = len(cases) * (4 + (machine.autocast is not None)) + 2 * len(large) + 2 * len(configs)
     with progress(processes) as done:
         comparisons = [compare(case, machine, repeats, done) for case in cases]
         memory = {}
         for case in large:
-            memory[case.name] = in_own_process(measure_step, case, "fast", machine, False, 1)
-            done()
+            memory[case.name] = {}
+            for way in ("objective", "fast"):
+                memory[case.name][way] = in_own_process(measure_step, case, way, machine, False, 1)
+                done()
         growth: dict[str, dict[str, list[dict]]] = {}
         for name, by_axis in growing.items():
             growth[name] = {}
@@ -454,9 +458,8 @@ def main() -> None:
                     growth[name][axis] = counted
                 done()
 
-    measured = [way for one in comparisons for way in (one.dense, one.dense_sdpa, one.fast, one.autocast)] + list(
-        memory.values()
-    )
+    measured = [way for one in comparisons for way in (one.dense, one.dense_sdpa, one.fast, one.autocast)]
+    measured += [one for ways in memory.values() for one in ways.values()]
     tables = [comparison_table(comparisons), sdpa_table(comparisons)]
     tables += [floor_table(comparisons), profile_table(comparisons)]
     tables += [memory_table(memory)] if memory else []
@@ -469,7 +472,9 @@ def main() -> None:
     busy = busy_lines(measured, at_start)
     print("\n\n".join([*busy, *(table for table in tables if table)]))
     if options.json:
-        memory_json = {name: asdict(one) if one else None for name, one in memory.items()}
+        memory_json = {
+            name: {way: asdict(one) if one else None for way, one in ways.items()} for name, ways in memory.items()
+        }
         report = report_json(comparisons, memory=memory_json, growth=growth, busy=busy, environment=settings)
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if options.plot:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
@@ -22,7 +23,7 @@ from blockdraft.trainer.training_args import DraftTrainingArguments
 from .dense_reference import dense_dflash_loss, dense_dspark_loss
 from .work import Sizes, visible_keys
 
-Way = Literal["dense", "dense_sdpa", "fast"]
+Way = Literal["dense", "dense_sdpa", "fast", "objective"]
 MASK_TOKEN_ID = 3  # no special token of either family
 TAPS = {"num_target_layers": 5, "target_layer_ids": [1, 2, 3], "capture_point": "layer_output"}
 
@@ -110,7 +111,8 @@ class TrainingStep:
     Args:
         case: the sizes.
         way: `"fast"` is what the trainer does; `"dense"` is the reference, with attention by its definition and
-            experts one by one; `"dense_sdpa"` is the same with SDPA on the dense mask.
+            experts one by one; `"dense_sdpa"` is the same with SDPA on the dense mask; `"objective"` is the trainer's
+            head and loss alone, on given states of the draft.
         device: where it runs.
         dtype: of the weights.
         autocast: to this dtype.
@@ -130,7 +132,8 @@ class TrainingStep:
         self.way, self.device, self.autocast = way, torch.device(device), autocast
         with self.device:
             draft_class = KimiK3DFlashDraftModel if is_dflash else DeepseekV41DSparkModel
-            experts = {} if is_dflash or way == "fast" else {"experts_implementation": "eager"}
+            is_reference = way in ("dense", "dense_sdpa")
+            experts = {"experts_implementation": "eager"} if is_reference and not is_dflash else {}
             attention = "eager" if way == "dense" else "sdpa"
             # `to` leaves the parts that are fp32 by design alone.
             self.draft = draft_class._from_config(config, attn_implementation=attention, **experts).to(dtype)
@@ -159,7 +162,14 @@ class TrainingStep:
 
     def loss(self) -> Tensor:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            return self.trainer.compute_loss(self.draft, self.batch) if self.way == "fast" else self._dense_loss()
+            if self.way in ("dense", "dense_sdpa"):
+                return self._dense_loss()
+            return self.trainer.compute_loss(self.draft if self.way == "fast" else self._given_output, self.batch)
+
+    def _given_output(self, noise_embeds: Tensor, **kwargs) -> ModelOutput:
+        """In place of the draft's forward: the block's own embeddings, as if they were its output."""
+        states = noise_embeds.detach().requires_grad_()
+        return ModelOutput(last_hidden_state=states, confidence_states=states)
 
     def _dense_loss(self) -> Tensor:
         trainer, batch = self.trainer, self.batch

@@ -127,7 +127,7 @@ def test_logits_are_made_once_and_not_kept():
         return heads(*values)
 
     loss = dspark_loss(predict, [*states, *others], targets, DSparkAlphas(), chunk_size=4)
-    saved = {tuple(tensor.shape) for tensor in loss.loss_sum.grad_fn.saved_tensors}
+    saved = {tuple(tensor.shape) for tensor in loss.loss_sum.grad_fn.gradients}
     flat = (targets.mask.numel(), HIDDEN)
     assert saved == {flat, *(tuple(parameter.shape) for parameter in heads.parameters() if parameter.requires_grad)}
     loss.loss_sum.backward()
@@ -159,6 +159,15 @@ def test_the_sum_can_be_used_twice_and_scaled():
     found = gradients(1024 * (scaled + scaled), trained(heads, states))
     for name, gradient in found.items():
         assert_near(gradient, 2048 * expected[name], 1e-6)
+
+
+def test_a_second_backward_pass_is_refused():
+    """The gradients are handed over, not copied."""
+    heads, states, others, targets = dspark_case()
+    loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas()).loss_sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute it again"):
+        loss.backward()
 
 
 def test_a_second_derivative_is_refused():

@@ -129,17 +129,21 @@ def _recomputed(
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A number whose gradient for each of `sources` is known before the backward pass."""
+    """A number whose gradient for each of `sources` is known before the backward pass, which there is once."""
 
     @staticmethod
     def forward(ctx, number: Tensor, gradients: Sequence[Tensor], *sources: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
+        ctx.gradients = gradients
         return number.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(gradient * factor for gradient in ctx.saved_tensors)
+        if ctx.gradients is None:
+            raise RuntimeError("This loss has had its backward pass; compute it again for another.")
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place: of a large vocabulary's trained head, a copy would be the peak of the step's memory.
+        return None, None, *(gradient.mul_(factor) for gradient in gradients)
 
 
 def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
