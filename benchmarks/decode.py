@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, help="of the untrained draft; default: dflash 8, dspark 5")
     parser.add_argument("--num_draft_layers", type=int, default=1, help="of the untrained draft")
     parser.add_argument("--dtype", default="float32", help="of the target and its draft")
-    parser.add_argument("--compile", action="store_true", help="both models' forwards, by torch.compile, dynamic shapes")
+    parser.add_argument("--compile", action="store_true", help="both models, by torch.compile")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt_length", type=int, default=48, help="tokens, at least 16")
     parser.add_argument("--max_new_tokens", type=int, default=64)

@@ -321,7 +321,7 @@ def memory_table(measured: dict[str, dict[Way, Measured | None]]) -> str:
     for name, ways in measured.items():
         slots = next((f"{one.sizes.slots:,}" for one in ways.values() if one), "-")
         rows.append([name, slots, *(f"{one.bytes / 1e6:,.0f}" if one else "no memory" for one in ways.values())])
-    header = ["vocabulary 163,840, tokens x anchors", "supervised slots", "MB above the weights: head and loss", "step"]
+    header = ["vocabulary 163,840, tokens x anchors", "supervised slots", "MB: head and loss", "MB: step"]
     return markdown_table(header, rows)
 
 

@@ -135,6 +135,7 @@ def visible_keys(config: Config, anchor_positions: Tensor, block_keep_mask: Tens
     """Keys that the queries of all blocks see, summed over queries, by the rule of
     [`~blockdraft.modeling.block_attention.block_mask_mod`] for rows that hold one document."""
     size, window = config.block_size, config.sliding_window
+    assert not isinstance(config, KimiK3DFlashConfig) or not config.num_full_attention_layers, "layers that differ"
     slots = torch.arange(size, device=anchor_positions.device)
     context = anchor_positions[..., None].expand(*anchor_positions.shape, size)
     if window is not None:

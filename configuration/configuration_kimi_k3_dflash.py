@@ -10,9 +10,10 @@ from .configuration_draft import (
     build_target_layer_ids,
     default_target_layer_ids,
 )
-from .configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from .configuration_kimi_k3 import FULL_ATTENTION, KimiK3Config, KimiK3TextConfig
 from .target_settings import mlp_width, target_settings
 
+SLIDING_ATTENTION = "sliding_attention"
 # What a draft does not build is switched off, so that its configuration describes the draft and not the target.
 DENSE_DRAFT = {
     "num_experts": None,
@@ -28,6 +29,10 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
     r"""
     A [`DraftConfig`] whose backbone is a dense stack of Kimi K3's MLA layers: every field of [`KimiK3TextConfig`], of
     which `hidden_size` is the target's, since the draft reads the target's embeddings and features and feeds its head.
+
+    Args:
+        num_full_attention_layers (`int`):
+            With a `sliding_window`: the last layers, so many of them, see the whole context all the same.
     """
 
     model_type = "kimi_k3_dflash"
@@ -46,11 +51,36 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
     num_experts: int | None = None
     num_shared_experts: int | None = 0
     attn_res_block_size: int | None = None
+    num_full_attention_layers: int = 0
 
     def __post_init__(self, **kwargs):
         if self.linear_attn_config is None:
             self.linear_attn_config = _all_full_attention(self.num_hidden_layers)
         super().__post_init__(**kwargs)
+
+    @property
+    def context_windows(self) -> list[int | None]:
+        """Of every layer, the `sliding_window` on its context."""
+        windowed = self.num_hidden_layers - self.num_full_attention_layers
+        return [self.sliding_window] * windowed + [None] * self.num_full_attention_layers
+
+    def to_dict(self) -> dict:
+        """With `layer_types`, in which engines look for the layers that have a window."""
+        kinds = [FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in self.context_windows]
+        return super().to_dict() | {"layer_types": kinds}
+
+    def check_draft(self) -> None:
+        super().check_draft()
+        if not 0 <= self.num_full_attention_layers <= self.num_hidden_layers:
+            raise ValueError(
+                f"`num_full_attention_layers` is {self.num_full_attention_layers}: the draft has "
+                f"{self.num_hidden_layers} layers."
+            )
+        if self.num_full_attention_layers and self.sliding_window is None:
+            raise ValueError(
+                f"`num_full_attention_layers` is {self.num_full_attention_layers}, but without a `sliding_window` "
+                "every layer sees the whole context: leave it out, or set a window."
+            )
 
     def check(self) -> None:
         super().check()
@@ -88,7 +118,8 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
                 sees the whole context. Without positions, its masked slots hold the same token and see the same keys,
                 so that all of them predict the same distribution, and which context row is the newest has to be found
                 by content. Here `is_causal` is true, since a slot can count the masks before it, and `sliding_window`
-                is the block size, which says what is near; `None` is the whole context.
+                is the block size, which says what is near; `None` is the whole context. With a window, the last of
+                several layers sees the whole context (`num_full_attention_layers`): it can copy from there.
 
         Raises:
             ValueError: if a setting cannot be.
@@ -96,6 +127,8 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
         text_config = target_config.get_text_config(decoder=True)
         depth, inherited = text_config.num_hidden_layers, target_settings(target_config)
         overrides = {"is_causal": True, "sliding_window": block_size} | overrides
+        if overrides["sliding_window"] is not None:
+            overrides = {"num_full_attention_layers": int(num_draft_layers > 1)} | overrides
         dflash_config = {
             "mask_token_id": mask_token_id,
             "target_layer_ids": target_layer_ids

@@ -320,7 +320,7 @@ def _facts(config: PreTrainedConfig) -> dict[str, str]:
         "block": f"{config.block_size} slots: {slots}",
         "mask token id": config.mask_token_id,
         "within the block": "each slot sees the earlier ones" if config.is_causal else "all slots see each other",
-        "context window": f"{config.sliding_window} tokens" if config.sliding_window else "whole context",
+        "context window": _context_window(config),
         "target layers read": f"{', '.join(map(str, config.target_layer_ids))} of {config.num_target_layers}, "
         f"zero-based: {captured}",
         "target's class": record.get("architecture"),
@@ -380,6 +380,15 @@ def _cell(value) -> str:
     if isinstance(value, str) and re.match(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:", value):
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _context_window(config: PreTrainedConfig) -> str:
+    if config.sliding_window is None:
+        return "whole context"
+    window = f"{config.sliding_window} tokens"
+    if config.model_type == "kimi_k3_dflash" and config.num_full_attention_layers:
+        window += f", in the last {config.num_full_attention_layers} layer(s) the whole context"
+    return window
 
 
 def _limits(config: PreTrainedConfig, revision: str | None) -> list[str]:

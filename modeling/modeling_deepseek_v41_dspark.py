@@ -195,7 +195,8 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         context, length = context_hidden_states, noise_embeds.shape[1]
         visible, skipped = attention_mask, 0
         if anchor_positions is not None:
-            visible = self.what_blocks_see(anchor_positions, block_keep_mask, context.shape[1], document_ids)
+            blocks = (anchor_positions, block_keep_mask, context.shape[1], document_ids)
+            visible = self.what_blocks_see(*blocks, self.config.sliding_window)
             if position_ids is None:
                 position_ids = self.build_position_ids(anchor_positions, context.shape[1])
         elif attention_mask is None:

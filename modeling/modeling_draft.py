@@ -162,15 +162,17 @@ class DraftPreTrainedModel(PreTrainedModel):
         block_keep_mask: torch.Tensor | None,
         context_length: int,
         document_ids: torch.Tensor | None,
+        sliding_window: int | None,
     ) -> torch.Tensor | VisibleKeys | PaddedBlockMask:
         """
-        What the attention of each layer gets for many blocks, by `attn_implementation`: `"sdpa"` computes what is
-        visible and nothing else, `"flex_attention"` skips tiles in which nothing is, any other takes a dense mask.
+        What the attention of a layer with that window gets for many blocks, by `attn_implementation`: `"sdpa"` makes
+        it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other take
+        a dense mask.
         """
         config, implementation = self.config, self.config._attn_implementation
         keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
         blocks = (anchor_positions, keep, context_length, config.block_size)
-        rule = {"sliding_window": config.sliding_window, "window_per_query": self.window_per_query}
+        rule = {"sliding_window": sliding_window, "window_per_query": self.window_per_query}
         if document_ids is not None:
             rule["document_ids"] = document_ids
         if implementation in ("sdpa", "flex_attention") and self.training and config.attention_dropout > 0:

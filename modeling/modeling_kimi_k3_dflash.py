@@ -1,5 +1,7 @@
 """DFlash draft with a dense Kimi K3 backbone: NoPE MLA over `[context | block]` and a SiTU feed-forward."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -138,10 +140,11 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             context_hidden_states (`[B, A, F * H]`):
                 Target features of the A context tokens that `cache` does not hold yet, F = `len(target_layer_ids)`.
             attention_mask (*optional*):
-                - `None`: one block, which sees the whole context (within `config.sliding_window`) and all of itself;
+                - `None`: one block, which sees its context as the configuration says, and itself;
                 - `[B, C + A + Q]`, C cached rows: one block, and 0 marks padding;
                 - `[B, 1, Q, C + A + Q]`, bool (True is visible) or additive, or a `BlockMask`: any number of blocks.
-                  `config.sliding_window` and `config.is_causal` have to be in it.
+                  `config.sliding_window` and `config.is_causal` have to be in it, and it holds for every layer: with
+                  `config.num_full_attention_layers` give `anchor_positions` instead.
             position_ids (*optional*):
                 Not used: K3's attention has no positional encoding.
             cache ([`~transformers.cache_utils.DFlashCache`], *optional*):
@@ -159,8 +162,8 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             `noise_embeds`, ready for the target's head, and `cache`.
 
         Raises:
-            ValueError: if the width of the features or a shape is wrong, or if Q > `block_size` comes with neither
-                anchors nor a mask that says which block sees what.
+            ValueError: if the width of the features or a shape is wrong, if Q > `block_size` comes with neither
+                anchors nor a mask that says which block sees what, or a mask of its own with layers that differ.
         """
         if context_hidden_states.shape[-1] != self.fc.in_features:
             raise ValueError(
@@ -173,24 +176,39 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         self.check_anchors(noise_embeds, context_hidden_states, attention_mask, cache, *anchors)
         context_length = context_hidden_states.shape[1]
         if anchor_positions is not None:
-            visible = self.what_blocks_see(anchor_positions, block_keep_mask, context_length, document_ids)
+            blocks = (anchor_positions, block_keep_mask, context_length, document_ids)
+            see = functools.partial(self.what_blocks_see, *blocks)
         else:
             cached = cache.get_seq_length() if cache is not None else 0
             key_length = cached + context_length + noise_embeds.shape[1]
-            visible = self._visible_keys(attention_mask, noise_embeds, key_length)
+            see = functools.partial(self._visible_keys, attention_mask, noise_embeds, key_length)
+        windows = self.config.context_windows
+        visible = {window: see(window) for window in dict.fromkeys(windows)}
 
         # The target may be held in another dtype than the draft.
         dtype = self.norm.weight.dtype
         context_hidden_states = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
         hidden_states = noise_embeds.to(dtype)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, context_hidden_states, visible, cache=cache, **kwargs)
+        for layer, window in zip(self.layers, windows, strict=True):
+            hidden_states = layer(hidden_states, context_hidden_states, visible[window], cache=cache, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states).to(noise_embeds.dtype), cache=cache)
 
     def _visible_keys(
-        self, attention_mask: torch.Tensor | BlockMask | None, noise_embeds: torch.Tensor, key_length: int
+        self,
+        attention_mask: torch.Tensor | BlockMask | None,
+        noise_embeds: torch.Tensor,
+        key_length: int,
+        sliding_window: int | None,
     ) -> torch.Tensor | BlockMask | None:
-        """`[B, 1, Q, key_length]`, a `BlockMask`, or `None` where everything is visible."""
+        """`[B, 1, Q, key_length]`, a `BlockMask`, or `None`: all is visible to a layer with that window."""
+        for_all_layers = isinstance(attention_mask, BlockMask) or (
+            attention_mask is not None and attention_mask.dim() == 4
+        )
+        if for_all_layers and len(set(self.config.context_windows)) > 1:
+            raise ValueError(
+                f"The last {self.config.num_full_attention_layers} layers (`num_full_attention_layers`) see the whole "
+                "context and the others a window, which one `attention_mask` cannot say: pass `anchor_positions`."
+            )
         if isinstance(attention_mask, BlockMask):
             if self.config._attn_implementation != "flex_attention":
                 raise ValueError(
@@ -206,7 +224,8 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
                     "pass `anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
                     "follows its anchor."
                 )
-            attention_mask = self._single_block_mask(attention_mask, query_length, key_length, noise_embeds.device)
+            lengths = (query_length, key_length)
+            attention_mask = self._single_block_mask(attention_mask, *lengths, sliding_window, noise_embeds.device)
         if attention_mask is None:
             return None
         if attention_mask.shape[-2:] != (query_length, key_length):
@@ -218,10 +237,15 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         return attention_mask if is_bool else attention_mask.to(self.norm.weight.dtype)
 
     def _single_block_mask(
-        self, padding_mask: torch.Tensor | None, query_length: int, key_length: int, device: torch.device
+        self,
+        padding_mask: torch.Tensor | None,
+        query_length: int,
+        key_length: int,
+        window: int | None,
+        device: torch.device,
     ) -> torch.Tensor | None:
         """`[B, 1, Q, key_length]` bool for one block after its whole context, or `None` if nothing is hidden."""
-        window, is_causal = self.config.sliding_window, self.config.is_causal
+        is_causal = self.config.is_causal
         if padding_mask is None and window is None and not is_causal:
             return None
         if padding_mask is None:

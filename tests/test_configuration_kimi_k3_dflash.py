@@ -1,3 +1,4 @@
+import functools
 import json
 
 import pytest
@@ -167,3 +168,25 @@ def test_new_drafts_have_slots_that_differ(target_config):
         target_config, mask_token_id=5, is_causal=False, sliding_window=None
     )
     assert not reference.is_causal and reference.sliding_window is None
+
+
+@pytest.mark.parametrize("target_config", [KimiK3TextConfig(), Qwen3Config()], ids=["k3", "qwen3"])
+def test_the_last_of_several_layers_sees_the_whole_context(target_config):
+    build = functools.partial(KimiK3DFlashConfig.from_target_config, target_config, mask_token_id=5, block_size=8)
+    config = build(num_draft_layers=3)
+    assert config.context_windows == [8, 8, None]
+    stored = config.to_dict()
+    # Engines read it there; caches of transformers keep all rows of every layer, whose padding takes no place.
+    assert stored["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert config.layer_types == ["full_attention"] * 3
+    assert KimiK3DFlashConfig.from_dict(stored).to_dict() == stored
+    assert build(num_draft_layers=1).context_windows == [8]
+    assert build(num_draft_layers=3, sliding_window=None).context_windows == [None] * 3
+    assert build(num_draft_layers=3, num_full_attention_layers=0).context_windows == [8] * 3
+    for settings, says in (
+        ({"num_full_attention_layers": 4}, "the draft has 3 layers"),
+        ({"num_full_attention_layers": -1}, "the draft has 3 layers"),
+        ({"num_full_attention_layers": 1, "sliding_window": None}, "leave it out, or set a window"),
+    ):
+        with pytest.raises(ValueError, match=f"`num_full_attention_layers` is .*{says}"):
+            build(num_draft_layers=3, **settings)

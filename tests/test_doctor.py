@@ -372,6 +372,10 @@ def trained_causal_served_bidirectional(patient: Patient) -> None:
     patient.settings(is_causal=False)
 
 
+def trained_with_a_window_served_without(patient: Patient) -> None:
+    patient.settings(num_full_attention_layers=1)
+
+
 def scaled_embeddings(patient: Patient) -> None:
     patient.settings(input_embedding_scale=5.7)
 
@@ -437,6 +441,7 @@ MEASURED = {
     layers_counted_one_too_low: ("dspark", "layer ids, measured"),
     another_free_row_as_mask: ("dflash", "mask token, measured"),
     trained_causal_served_bidirectional: ("dflash", "visibility, measured"),
+    trained_with_a_window_served_without: ("dflash", "visibility, measured"),
     scaled_embeddings: ("dflash", "embedding scale, measured"),
     another_block_size: ("dflash", "block size"),
     fresh_weights: ("dspark", "draft accuracy"),

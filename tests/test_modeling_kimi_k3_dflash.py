@@ -217,12 +217,37 @@ def test_one_block_needs_no_mask(settings):
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_the_last_layers_see_the_whole_context():
+    """Each layer as if it stood in a draft that has its window everywhere; by anchors, and as one block."""
+    hybrid = tiny_draft(sliding_window=3, num_hidden_layers=3, num_full_attention_layers=1)
+    assert hybrid.config.context_windows == [3, 3, None]
+    inputs = draft_inputs(hybrid, context_length=13, blocks=2)
+    anchors, keep = torch.tensor([[6, 12]]), torch.ones(1, 2).bool()
+    context = hybrid.hidden_norm(hybrid.fc(inputs["context_hidden_states"]))
+    expected = inputs["noise_embeds"]
+    for layer, window in zip(hybrid.layers, (3, 3, None), strict=True):
+        expected = layer(expected, context, block_attention_mask(anchors, keep, 13, 4, sliding_window=window))
+    expected = hybrid.norm(expected)
+    found = hybrid(**inputs, anchor_positions=anchors).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    last = {"noise_embeds": inputs["noise_embeds"][:, 4:], "context_hidden_states": inputs["context_hidden_states"]}
+    last["context_hidden_states"] = last["context_hidden_states"][:, :12]
+    torch.testing.assert_close(hybrid(**last).last_hidden_state, expected[:, 4:], rtol=1e-4, atol=1e-5)
+    windowed = tiny_draft(sliding_window=3, num_hidden_layers=3)
+    windowed.load_state_dict(hybrid.state_dict())
+    assert not torch.allclose(windowed(**inputs, anchor_positions=anchors).last_hidden_state, expected, atol=1e-3)
+    with pytest.raises(ValueError, match="pass `anchor_positions`"):
+        hybrid(**inputs, attention_mask=block_attention_mask(anchors, keep, 13, 4))
+
+
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window, full_layers", [(None, 0), (5, 0), (5, 1)])
 @pytest.mark.parametrize("padding", [0, 3])
 @torch.no_grad()
-def test_cached_rounds_equal_the_whole_context(attn_implementation, window, padding):
-    draft = tiny_draft(attn_implementation, sliding_window=window, num_hidden_layers=3)
+def test_cached_rounds_equal_the_whole_context(attn_implementation, window, full_layers, padding):
+    shape = {"num_hidden_layers": 3, "sliding_window": window, "num_full_attention_layers": full_layers}
+    draft = tiny_draft(attn_implementation, **shape)
     features, cache, length = torch.randn(2, 20, draft.fc.in_features), DFlashCache(config=draft.config), 0
     history = torch.ones(2, 20, dtype=torch.long)
     history[1, :padding] = 0  # the second row is shorter and padded on the left

