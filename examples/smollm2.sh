@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RUN=${RUN:-runs/smollm2}
-export OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1
 
 make --quiet install
 # Without what they depend on: a server and a sandbox that nothing here uses.
@@ -19,7 +19,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 
 python -m examples.smollm2.target "$RUN/target"
 python -m examples.smollm2.prompts "$RUN/prompts"
-for part in train:192 humaneval:512; do
+for part in train:224 humaneval:512; do
     name=${part%:*}
     blockdraft regenerate "$RUN/target" "$RUN/prompts/$name.jsonl" "$RUN/$name.jsonl" \
         --target_dtype bfloat16 --batch_size 64 --max_new_tokens 96 --max_prompt_length "${part#*:}"
