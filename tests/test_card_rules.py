@@ -12,7 +12,6 @@ from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashCo
 from blockdraft.hub_cards.card import make_card
 from blockdraft.hub_cards.card_rules import check_datasets, check_license, is_hub_id, validate_card
 from blockdraft.trainer.chat_rows import hub_datasets
-from blockdraft.trainer.data import answers_of
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 METADATA = {
@@ -153,6 +152,3 @@ def test_arguments_for_the_card(tmp_path, monkeypatch):
         DraftTrainingArguments(**given)
     names = ["b/two@v1/config:test", "a/one", "a/one:train", "org/chats", "x/rows.jsonl", "rows.parquet"]
     assert hub_datasets(names) == ["a/one", "b/two"]
-    Path("own.jsonl.provenance.json").touch()
-    answers = [answers_of(names) for names in (["own.jsonl"], ["own.jsonl", "a/one"], ["a/one"])]
-    assert answers == ["the target's own", "partly the target's own", "those of the data"]

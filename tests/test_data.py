@@ -10,12 +10,17 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, IterableDataset, concatenate_datasets
+from decoding_models import build_target
 from test_draft_trainer import make_trainer, weights
 from test_loss_mask import THINKING
 from torch.utils.data import DataLoader
 
+from blockdraft.configuration.configuration_draft import weights_fingerprint
 from blockdraft.trainer.data import (
+    OWN_ANSWERS,
     DraftCollator,
+    answers_of,
+    chat_template_digest,
     mix,
     prepare_dataset,
     prepare_stream,
@@ -23,6 +28,7 @@ from blockdraft.trainer.data import (
     stable_row_id,
 )
 from blockdraft.trainer.packing import pack_rows
+from conftest import CHATML
 
 
 def chat(*answers, **fields):
@@ -133,6 +139,18 @@ def test_templates_that_rewrite_turns_give_one_row_a_turn(tmp_path, chat_tokeniz
     assert chat_tokenizer.decode(kept) == "so<|im_end|>"
 
 
+def test_tools_of_rows_reach_the_template(tmp_path, chat_tokenizer):
+    """Each row's own, from JSON lines and from Arrow, where all tools of a column share their fields."""
+    chat_tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML
+    tools = [{"name": "a", "strict": True}], [{"name": "b"}, {"name": "c"}]
+    rows = [chat("fine", tools=tools[0]), chat("so", tools=tools[1]), chat("well")]
+    for source in (write(tmp_path / "a.jsonl", rows), Dataset.from_list(rows)):
+        dataset, _ = prepare_dataset(source, chat_tokenizer, max_length=128)
+        for row, given in zip(dataset, [*tools, []], strict=True):
+            text = chat_tokenizer.decode(row["input_ids"])
+            assert text.startswith("".join(map(json.dumps, given)) + "<|im_start|>user"), text
+
+
 def test_repeated_ids_are_told(tmp_path, chat_tokenizer, caplog):
     path = write(tmp_path / "a.jsonl", [chat("fine", id=1), chat("so", id=1), chat("so")])
     with caplog.at_level("WARNING", logger="blockdraft"):
@@ -222,6 +240,53 @@ def test_regenerated_sets_must_agree(tmp_path, chat_tokenizer):
         prepare_dataset(paths, chat_tokenizer, max_length=64)
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"settings": []}', '{"settings": {"target": "t"}}'])
+def test_damaged_provenance_is_named(tmp_path, chat_tokenizer, text):
+    path = write(tmp_path / "a.jsonl", [chat("fine")])
+    provenance_path(path).write_text(text)
+    for prepare in (prepare_dataset, prepare_stream):
+        with pytest.raises(ValueError, match=r"data: .*a\.jsonl\.provenance\.json is damaged .*delete it"):
+            prepare(path, chat_tokenizer, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "answers"),
+    [
+        ({}, OWN_ANSWERS),
+        ({"weights_sha256": None, "revision": None}, OWN_ANSWERS),  # nothing tells them apart
+        ({"target": "org/other", "dtype": "bfloat16"}, "those of org/other"),
+        ({"target": "/old/model", "weights_sha256": None}, "those of model"),
+        ({"target": "/old/model"}, OWN_ANSWERS),  # moved: the weights are the same
+        ({"target": "org/model", "weights_sha256": "0"}, "those of org/model"),
+        ({"weights_sha256": "0"}, "those of model with other weights"),
+        ({"revision": "b", "dtype": "bfloat16"}, "those of model at revision b"),
+        ({"revision": "b"}, OWN_ANSWERS),  # a commit that left the weights as they were
+        ({"chat_template_sha256": "0"}, f"{OWN_ANSWERS} under another chat template"),
+        ({"target": ""}, OWN_ANSWERS),
+        ({"target": "", "weights_sha256": "0"}, "those of an unnamed model"),
+    ],
+)
+def test_answers_are_their_writers(tmp_path, chat_tokenizer, caplog, monkeypatch, changes, answers):
+    """Own or another model's, by name, on the card; what is not known to be the target's own is warned of."""
+    monkeypatch.chdir(tmp_path)
+    target, folder = build_target("qwen3"), tmp_path / "model"
+    folder.mkdir()
+    target.config.name_or_path, target.config._commit_hash = str(folder), "a"
+    own = {
+        "target": "model",  # the same folder by another path
+        "revision": "a",
+        "dtype": "float32",
+        "weights_sha256": weights_fingerprint(target),
+        "chat_template_sha256": chat_template_digest(chat_tokenizer),
+    }
+    provenance("own.jsonl", **(own | changes))
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        assert answers_of(["own.jsonl"], target, chat_tokenizer) == answers
+        assert answers_of(["own.jsonl", "a/one"], target, chat_tokenizer) == f"partly {answers}"
+        assert ("The answers in own.jsonl are " + answers in caplog.text) == (answers != OWN_ANSWERS)
+        assert answers_of(["a/one"], target, chat_tokenizer) == "those of the data"
+
+
 def test_collator_pads_on_the_right():
     rows = [
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "row_id": "x", "document_ids": [1, 1, 2]},
@@ -307,6 +372,24 @@ def test_bad_rows_of_a_stream_are_left_out_up_to_a_limit(tmp_path, chat_tokenize
         prepare_stream(write(tmp_path / "b.jsonl", rows[-1:]), chat_tokenizer, max_length=64)
     with pytest.raises(ValueError, match="use `prepare_stream`"):
         prepare_dataset(prepare_stream(path, chat_tokenizer, max_length=64, max_bad_fraction=0.1), chat_tokenizer, 64)
+
+
+@pytest.mark.parametrize("count", [5, 64, 70, 1100])
+def test_a_stream_tells_what_became_of_its_rows_at_its_end(tmp_path, chat_tokenizer, caplog, count):
+    """Also one of few rows, once however often it is read. Where batches come out even, the next pass tells."""
+    rows = [chat("fine " * 80)] + [chat("so")] * (count - 3)
+    rows += [{"messages": []}, {"prompt_ids": [3], "completion_ids": []}]
+    stream = prepare_stream(write(tmp_path / "a.jsonl", rows), chat_tokenizer, max_length=64, max_bad_fraction=0.01)
+    assert "read by this process" not in caplog.text
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        for _ in range(3):
+            assert len(list(stream)) == count - 2
+    lines = [record.message for record in caplog.records if f" of {count} rows kept" in record.message]
+    assert len(lines) == 1
+    assert f"a.jsonl, read by this process{'' if count == 64 else ' to its end'}: {count - 2} of" in lines[0]
+    assert "; 1 truncated; 1 dropped: no answer to learn from; 1 bad, the first: " in lines[0]
+    assert f"a.jsonl: row {count - 2} of this process: " in lines[0]
+    assert sum("read by this process" in record.message for record in caplog.records) == (2 if count > 1000 else 1)
 
 
 @pytest.mark.parametrize("prepare", ["dataset", "stream"])

@@ -1,5 +1,7 @@
 """Loss masks over what the target would have produced."""
 
+import json
+
 import pytest
 from transformers import PreTrainedTokenizer
 
@@ -268,6 +270,49 @@ def test_plain_text(chat_tokenizer):
     assert supervised(chat_tokenizer, ids, mask) == [" what"]
     with pytest.raises(ValueError, match="completion: expected text"):
         encode_row({"prompt": "x"}, chat_tokenizer)
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "here"}}}
+TOOL_TURNS = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "fine"},
+    {"role": "assistant", "content": "it is fine"},
+]
+CALLED = '{"name": "weather", "arguments": {"city": "here"}}'
+WITH_TOOLS = {
+    name: "{% for tool in tools or [] %}{{ '<|im_start|>tools\\n' + tool | tojson + '<|im_end|>\\n' }}{% endfor %}"
+    + template.replace(
+        "m['content']", "(m['tool_calls'][0]['function'] | tojson if m['tool_calls'] else m['content'])"
+    )
+    for name, template in {"prefixes": CHATML, "tags": TAGGED}.items()
+}
+
+
+@pytest.mark.parametrize("written", [[TOOL], json.dumps([TOOL])], ids=["list", "JSON string"])
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_tools_are_read_and_calls_are_learned(chat_tokenizer, template, written):
+    """The tools' schemas stand in front of the row as at serving; what the target said, its calls too, is supervised,
+    tools' results are not."""
+    chat_tokenizer.chat_template = WITH_TOOLS[template]
+    ids, mask, is_open = encode_row({"messages": TOOL_TURNS, "tools": written}, chat_tokenizer)
+    rendered = chat_tokenizer.apply_chat_template(TOOL_TURNS, tools=[TOOL], return_dict=True)["input_ids"]
+    assert ids == rendered and not is_open
+    assert chat_tokenizer.decode(ids).startswith(f"<|im_start|>tools\n{json.dumps(TOOL)}<|im_end|>\n<|im_start|>user")
+    assert supervised(chat_tokenizer, ids, mask) == [f"{CALLED}<|im_end|>", "it is fine<|im_end|>"]
+
+
+def test_tools_choose_their_template_and_stay_with_rows_of_one_turn(chat_tokenizer):
+    """A tokenizer may have a template of its own for tools; each row of a split conversation has them."""
+    chat_tokenizer.chat_template = {"default": CHATML, "tool_use": WITH_TOOLS["prefixes"]}
+    row = {"messages": [TOOL_TURNS[0], TOOL_TURNS[3]], "tools": [TOOL]}
+    assert "tools" in chat_tokenizer.decode(encode_row(row, chat_tokenizer).input_ids)
+    assert "tools" not in chat_tokenizer.decode(encode_row(row | {"tools": []}, chat_tokenizer).input_ids)
+    chat_tokenizer.chat_template = WITH_TOOLS["prefixes"].split("{% for m")[0] + THINKING
+    turns = encode_turns({"messages": THOUGHTS, "tools": [TOOL]}, chat_tokenizer)
+    assert len(turns) == 2
+    assert all(chat_tokenizer.decode(turn.input_ids).startswith("<|im_start|>tools\n") for turn in turns)
 
 
 def test_recorded_token_ids_are_taken_as_they_are(chat_tokenizer):

@@ -123,6 +123,12 @@ def test_other_settings_do_not_mix(tmp_path, target, chat_tokenizer):
         regenerate(target, chat_tokenizer, source, output, 5, GREEDY)
     with pytest.raises(ValueError, match=r"template_kwargs was \{\}, now \{'enable_thinking': False\}"):
         regenerate(target, chat_tokenizer, source, output, 4, GREEDY, template_kwargs={"enable_thinking": False})
+    target.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="weights_sha256 was"):
+        regenerate(target, chat_tokenizer, source, output, 4, GREEDY)
+    settings.pop("weights_sha256")  # what the file does not say cannot be compared
+    provenance_path(output).write_text(json.dumps({"settings": settings}))
+    assert regenerate(target, chat_tokenizer, source, output, 4, GREEDY).resumed == 2
     chat_tokenizer.chat_template += " "
     with pytest.raises(ValueError, match="chat_template_sha256 was"):
         regenerate(target, chat_tokenizer, source, output, 4, GREEDY)

@@ -1,6 +1,8 @@
 """Chat rows to a training set or stream, and its batches."""
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +12,11 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..configuration.configuration_draft import weights_fingerprint
+from ..hub_cards.card_rules import is_repo_id
 from .chat_rows import JSON_LINE, Source, open_rows
 from .row_encoder import ENCODED, OUTCOME, ROW, RowEncoder, columns, examples, stable_row_id
 
@@ -20,6 +24,8 @@ logger = logging.get_logger(__name__)
 
 SHOWN_PROBLEMS = 20
 STREAM_BATCH = 64  # rows of a stream that are encoded at a time
+OWN_ANSWERS = "the target's own"
+MUST_AGREE = ("target", "revision", "chat_template_sha256", "template_kwargs")  # in what `regenerate` recorded
 
 
 @dataclass
@@ -99,19 +105,74 @@ def provenance_path(path: str | Path) -> Path:
     return Path(f"{path}.provenance.json")
 
 
-def answers_of(names: Sequence[str | Path]) -> str:
-    """Whose answers a draft learns from, for its card: a target is best drafted by what learned from its own."""
-    own = [provenance_path(name).is_file() for name in names]
-    return "the target's own" if all(own) else "partly the target's own" if any(own) else "those of the data"
+def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of a tokenizer's chat template."""
+    return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
+
+
+def answers_of(names: Sequence[str | Path], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Whose answers a draft learns from, for its card: a target is best drafted by what learned from its own. Warns of
+    files by `blockdraft regenerate` that are not known to be this target's."""
+    files = {str(name) for name in names}
+    written = _read_provenance(sorted(files))
+    if not written:
+        return "those of the data"
+    authors = [author(settings, target, tokenizer) for settings in written.values()]
+    answers = next((answers for answers in authors if answers != OWN_ANSWERS), OWN_ANSWERS)
+    if answers != OWN_ANSWERS:
+        writer = next(iter(written.values()))["target"]  # of all of them
+        logger.warning(
+            f"The answers in {', '.join(written)} are {answers}: `blockdraft regenerate` wrote them with "
+            f"{writer}, the target is {target.config.name_or_path}. Where that makes a difference, the draft learns "
+            "what its target would not say: regenerate them with this target and its chat template."
+        )
+    return answers if len(written) == len(files) else f"partly {answers}"
+
+
+def author(settings: dict, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Whose the answers are that `blockdraft regenerate` wrote under `settings`: `OWN_ANSWERS` if they are this
+    target's by its weights or, where those cannot be compared, by name (or folder) and commit; else whose, by name."""
+    name, here = settings["target"], target.config.name_or_path
+    folders = os.path.isdir(name) and os.path.isdir(here)
+    same_name = name == here or (folders and os.path.samefile(name, here))
+    # A card is published, its author's folders are not.
+    shown = (name if is_repo_id(name) and not os.path.isdir(name) else Path(name).name) or "an unnamed model"
+    same_dtype = settings.get("dtype") == str(target.dtype).removeprefix("torch.")  # a cast changes weights
+    recorded = settings.get("weights_sha256") if same_dtype else None
+    weights = recorded and weights_fingerprint(target)
+    commit = getattr(target.config, "_commit_hash", None)  # absent on a config not loaded from the Hub
+    if weights:
+        if weights != recorded:
+            return f"those of {shown} with other weights" if same_name else f"those of {shown}"
+    elif not same_name:
+        return f"those of {shown}"
+    elif settings["revision"] and commit and settings["revision"] != commit:
+        return f"those of {shown} at revision {settings['revision']}"
+    if settings["chat_template_sha256"] != chat_template_digest(tokenizer):
+        return f"{OWN_ANSWERS} under another chat template"
+    return OWN_ANSWERS
+
+
+def read_settings(path: Path) -> dict:
+    """The settings in a file by `blockdraft regenerate`; raises `ValueError` if it is damaged."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        if missing := [key for key in MUST_AGREE if key not in settings]:
+            raise KeyError(*missing)
+        return settings
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"data: {path} is damaged ({error!r}). Restore it, or delete it: its rows are then of unknown origin."
+        ) from error
 
 
 def _read_provenance(names: list[str]) -> dict[str, dict]:
     """The settings of those files that `blockdraft regenerate` wrote; they must agree on target and template."""
     found = {name: provenance_path(name) for name in names}
-    settings = {name: json.loads(path.read_text())["settings"] for name, path in found.items() if path.is_file()}
+    settings = {name: read_settings(path) for name, path in found.items() if path.is_file()}
     for name, other in settings.items():
         first_name, first = next(iter(settings.items()))
-        for key in ("target", "revision", "chat_template_sha256", "template_kwargs"):
+        for key in MUST_AGREE:
             if other[key] != first[key]:
                 raise ValueError(
                     f"data: {name} was regenerated with {key}={other[key]!r}, {first_name} with {first[key]!r}; "
@@ -207,9 +268,9 @@ def prepare_stream(
     """Chat rows as a stream of training rows like those of [`prepare_dataset`], encoded while they are read.
 
     A row without an `id` is named by a hash of its content, whatever the order, shard or worker it is read by. Each
-    process logs what became of its rows, at 1,000 rows, 10,000 and so on. Train with `max_steps`: a trainer starts a
-    stream again at its end, and reads past what it has seen when it resumes. Shuffle it with `stream.shuffle(seed,
-    buffer_size)`.
+    process logs what became of its rows, at 1,000 rows, 10,000 and so on, and after a pass. Train with `max_steps`: a
+    trainer starts a stream again at its end, and reads past what it has seen when it resumes. Shuffle it with
+    `stream.shuffle(seed, buffer_size)`.
 
     Args: those of [`prepare_dataset`]; `max_bad_fraction` applies to the rows so far, counted as 100 at least.
 
@@ -220,11 +281,12 @@ def prepare_stream(
     opened = open_rows(source, streaming=True)
     _read_provenance([name for name, _ in opened])
 
-    def encoded() -> IterableDataset:
+    def encoded(log: bool) -> IterableDataset:
         return concatenate_datasets(
             [
                 dataset.map(
-                    _StreamEncoder(encoder, name, max_bad_fraction),
+                    _StreamEncoder(encoder, name, max_bad_fraction, log),
+                    with_indices=True,
                     batched=True,
                     batch_size=STREAM_BATCH,
                     remove_columns=dataset.column_names or list(next(iter(dataset))),
@@ -234,30 +296,41 @@ def prepare_stream(
             ]
         )
 
-    if next(iter(encoded()), None) is None:
+    if next(iter(encoded(log=False)), None) is None:
         raise ValueError(f"data: no row is left to train on in {', '.join(name for name, _ in opened)}")
-    return encoded()
+    return encoded(log=True)
 
 
 class _StreamEncoder:
-    """The map of a stream: leaves out what is bad or dropped, counts it and says so."""
+    """The map of a stream: leaves out what is bad or dropped, counts it and, if it is to `log`, says so."""
 
-    def __init__(self, encoder: RowEncoder, name: str, max_bad_fraction: float):
-        self.encoder, self.name, self.max_bad_fraction = encoder, name, max_bad_fraction
-        self.report, self.next_log = DataReport(), 1000
+    def __init__(self, encoder: RowEncoder, name: str, max_bad_fraction: float, log: bool):
+        self.encoder, self.name, self.max_bad_fraction, self.log = encoder, name, max_bad_fraction, log
+        self.report, self.next_log, self.told = DataReport(), 1000, {str(DataReport())}
 
-    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+    def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        if indices[0] == 0:
+            self._tell()  # of the pass before, if its last batch was a full one
+            self.report, self.next_log = DataReport(), 1000
         encoded = []
-        for index, row in enumerate(examples(batch), start=self.report.rows):
+        for index, row in zip(indices, examples(batch), strict=True):
             content = row.get(JSON_LINE) or json.dumps(row, sort_keys=True, default=str)
             encoded += self.encoder(row, f"{self.name}: row {index} of this process", content)
         outcome = pa.table(columns(encoded, OUTCOME), schema=OUTCOME.arrow_schema)
         self.report.count(outcome)
         self.report.check(self.max_bad_fraction, least_rows=100)
-        if self.report.rows >= self.next_log:
-            logger.warning(f"{self.name}, read by this process: {self.report}")
+        if len(indices) < STREAM_BATCH:
+            self._tell(" to its end")
+        elif self.report.rows >= self.next_log:
+            self._tell()
             self.next_log *= 10
         return columns([row for row in encoded if not (row["dropped"] or row["problem"])], ROW)
+
+    def _tell(self, how_far: str = "") -> None:
+        """Each count once: passes are mostly alike."""
+        if self.log and (text := str(self.report)) not in self.told:
+            self.told.add(text)
+            logger.warning(f"{self.name}, read by this process{how_far}: {text}")
 
 
 def mix(parts: Sequence[Dataset] | Sequence[IterableDataset], probabilities: Sequence[float], seed: int):

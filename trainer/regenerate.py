@@ -1,7 +1,6 @@
 """The target's own answers to the prompts of a data set: a draft learns to predict these, not what others wrote."""
 
 import copy
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration.configuration_draft import weights_fingerprint
 from ..modeling.atomic_save import staged_directory
 from .chat_rows import Source, check_messages, iter_rows, open_rows, row_tools
-from .data import provenance_path
+from .data import chat_template_digest, provenance_path, read_settings
 from .loss_mask import apply_template
 
 BATCHES_A_WINDOW = 32  # rows are sorted by length within so many batches, so that a batch has little padding
@@ -142,9 +142,10 @@ def _settings(target, tokenizer, config: GenerationConfig, template_kwargs: dict
     settings = {
         "target": target.config.name_or_path,
         "revision": getattr(target.config, "_commit_hash", None),  # absent on a config not loaded from the Hub
+        "weights_sha256": weights_fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "tokenizer": tokenizer.name_or_path,
-        "chat_template_sha256": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
+        "chat_template_sha256": chat_template_digest(tokenizer),
         "template_kwargs": template_kwargs or {},
         "generation": generation,
         "seed": seed,
@@ -162,9 +163,11 @@ def _check_provenance(output_path: Path, settings: dict) -> None:
             provenance = {"settings": settings, "transformers": transformers.__version__}
             (staging / path.name).write_text(json.dumps(provenance, indent=2), encoding="utf-8")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    before = read_settings(path)
     changed = [
-        f"{key} was {before.get(key)!r}, now {value!r}" for key, value in settings.items() if before.get(key) != value
+        f"{key} was {before[key]!r}, now {value!r}"
+        for key, value in settings.items()
+        if key in before and before[key] != value
     ]
     if changed:
         raise ValueError(
