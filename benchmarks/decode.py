@@ -189,6 +189,13 @@ def write_plot(path: Path, measured: list[Costs]) -> None:
     figure.savefig(path, dpi=150)
 
 
+def recompile_limit_reached() -> bool:
+    """Whether torch.compile gave up on a function in this process, which then runs uncompiled where no graph fits."""
+    from torch._dynamo.utils import counters
+
+    return any("recompile limit" in reason for reason in counters["unimplemented"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="default: both embedded targets")
@@ -222,15 +229,21 @@ def main() -> None:
         if options.compile:
             for model in (target, draft):
                 model.compile(dynamic=True)
-        measured.append(measure(Path(name).name, target, draft, options))
+        label = Path(name).name + (", compiled" if options.compile else "")
+        measured.append(measure(label, target, draft, options))
         print(f"\n{table(measured[-1])}", flush=True)
     lines = [busy, f"Other processes had {others.share():.0%} of the processors meanwhile."]
-    print("\n" + "\n".join(line for line in lines if line))
+    lines = [line for line in lines if line]
+    print("\n" + "\n".join(lines))
+    limit_reached = options.compile and recompile_limit_reached()
+    if limit_reached:
+        print("torch.compile reached its recompile limit: part of the forwards ran uncompiled.")
     if options.plot:
         write_plot(options.plot, measured)
     if options.json:
         machine = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__}
-        values = {"machine": machine | {"busy": [line for line in lines if line]}, "dtype": options.dtype}
+        machine |= {"busy": lines, "compiled": options.compile, "recompile_limit_reached": limit_reached}
+        values = {"machine": machine, "dtype": options.dtype}
         values["pairs"] = [asdict(costs) | costs.summary() for costs in measured]
         options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

@@ -31,9 +31,9 @@ from .decoding_call import (
     BatchDecodeOutput,
     BlockDecodeOutput,
     Row,
-    arguments_of_generate,
     call_generate,
     check_call,
+    find_streamer,
     is_prepared,
     join_rows,
     split_rows,
@@ -250,9 +250,10 @@ def block_decode(
         `return_dict_in_generate` a [`BlockDecodeOutput`], of a batch a [`BatchDecodeOutput`].
 
     Raises:
-        ValueError: without a draft, with settings of another decoding mode or processors that count their calls, with
-            a cache that is absent, filled or cannot be rolled back, with a draft that belongs to another target (see
-            [`check_pair`]), or with a `confidence_schedule` for a draft without a confidence head.
+        ValueError: without a draft, with an `assistant_model`, `token_healing`, settings of another decoding mode or
+            processors that count their calls, with a cache that is absent, filled or cannot be rolled back, with a
+            draft that belongs to another target (see [`check_pair`]), or with a `confidence_schedule` for a draft
+            without a confidence head.
     """
     if draft is None:
         raise ValueError("block_decode needs `draft`: pass it to `generate` beside `custom_generate`.")
@@ -261,11 +262,7 @@ def block_decode(
         model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         model_kwargs |= {"generation_config": generation_config, "confidence_schedule": confidence_schedule}
         return call_generate(block_decode, model, input_ids, streamer, draft=draft, **model_kwargs)
-    outer = arguments_of_generate()
-    if outer.get("assistant_model") is not None:
-        raise ValueError("block_decode takes its draft as `draft`: leave out `assistant_model`.")
-    if streamer is None:
-        streamer = outer.get("streamer")
+    streamer = find_streamer("block_decode", model, streamer)
     check_call("block_decode", input_ids, *prepared, streamer, model_kwargs)
     _check_pair_once(model, draft)
     if confidence_schedule is not None and draft.confidence_head is None:

@@ -50,6 +50,14 @@ IGNORED_SETTINGS = (
     "prefill_chunk_size",
     "speculation_type",
 )
+# Of assisted decoding, with the defaults that `generate` fills in, whether it assists or not.
+ASSISTED_SETTINGS = {
+    "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "target_lookbehind": 10,
+}
 # Model inputs with a column for each token of the prompt.
 TOKEN_INPUTS = ("position_ids", "token_type_ids")
 
@@ -136,9 +144,17 @@ def call_generate(
     **kwargs,
 ) -> ModelOutput | torch.LongTensor:
     """Calls `generate` with `decode` as its loop. Streamer and tokenizer, which `generate` would not hand on, arrive:
-    the one as an argument of `decode`, the other in the criterion of `stop_strings`."""
-    settings = (kwargs.get("generation_config"), model.generation_config)
-    strings = kwargs.get("stop_strings") or next((s.stop_strings for s in settings if s and s.stop_strings), None)
+    the one as an argument of `decode`, the other in the criterion of `stop_strings`.
+
+    Raises:
+        ValueError: with `token_healing`.
+    """
+    if _setting("token_healing", model, kwargs):
+        raise ValueError(
+            "`generate` cannot honour `token_healing` here, since it keeps no tokenizer beside a loop of ours: call "
+            "`input_ids = model.heal_tokens(input_ids, tokenizer)` first and leave the setting out."
+        )
+    strings = _setting("stop_strings", model, kwargs)
     if strings is not None and tokenizer is not None:
         criteria = [*(stopping_criteria or ()), StopStringCriteria(tokenizer, strings)]
         stopping_criteria, kwargs["stop_strings"] = StoppingCriteriaList(criteria), None
@@ -153,16 +169,34 @@ def call_generate(
     )
 
 
-def arguments_of_generate() -> dict:
-    """`streamer` and `assistant_model` of the `generate` call that runs the caller; empty if another function does.
+def _setting(name: str, model: PreTrainedModel, kwargs: dict) -> object:
+    """What `generate` will take: the call's own, else that of the config passed, else the model's."""
+    if name in kwargs:
+        return kwargs[name]
+    passed, own = kwargs.get("generation_config"), model.generation_config
+    value = None if passed is None else getattr(passed, name)
+    return getattr(own, name) if value is None else value
 
-    `generate` hands neither to a `custom_generate` function, but puts the prompt into the streamer: nobody would ever
-    put the answer there, or end it.
+
+def find_streamer(name: str, model: PreTrainedModel, streamer: BaseStreamer | None) -> BaseStreamer | None:
+    """The loop's own `streamer`, else that of the nearest `generate` call of the model that runs the loop, if any.
+
+    `generate` does not hand it to a `custom_generate` function, but puts the prompt into it: nobody would ever put the
+    answer there, or end it. The loop may be wrapped into any functions, so the call is looked for all the way up.
+
+    Raises:
+        ValueError: if that call has an `assistant_model`, which `generate` keeps to itself as well.
     """
-    frame = inspect.currentframe().f_back.f_back
-    if frame.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
-        return {}
-    return {name: frame.f_locals[name] for name in ("streamer", "assistant_model")}
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe().f_back
+    while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is model):
+        frame = frame.f_back
+    if frame is None:
+        return streamer
+    if frame.f_locals["assistant_model"] is not None:
+        raise ValueError(
+            f"{name} cannot use an assistant: leave out `assistant_model`; block_decode takes its draft as `draft`."
+        )
+    return frame.f_locals["streamer"] if streamer is None else streamer
 
 
 def check_call(
@@ -201,8 +235,17 @@ def check_call(
     if len(input_ids) > 1:
         _check_batch(name, stopping_criteria, config, streamer, inputs)
     ignored = [setting for setting in IGNORED_SETTINGS if getattr(config, setting)]
+    assisted = [
+        setting for setting, default in ASSISTED_SETTINGS.items() if getattr(config, setting) not in (None, default)
+    ]
     if ignored:
         warnings.warn(f"{name} ignores the generation settings {ignored}.", stacklevel=3)
+    if assisted:
+        warnings.warn(
+            f"{name} ignores the settings of assisted decoding {assisted}: a draft proposes as many tokens as its "
+            "`block_size` says. A `confidence_schedule` verifies fewer; else use a draft of smaller `block_size`.",
+            stacklevel=3,
+        )
 
 
 def _check_batch(

@@ -24,9 +24,9 @@ from .decoding_call import (
     BatchDecodeOutput,
     BlockDecodeOutput,
     Row,
-    arguments_of_generate,
     call_generate,
     check_call,
+    find_streamer,
     is_prepared,
     join_rows,
     split_rows,
@@ -265,8 +265,7 @@ def plain_decode(
         return call_generate(
             plain_decode, model, input_ids, streamer, generation_config=generation_config, **model_kwargs
         )
-    if streamer is None:
-        streamer = arguments_of_generate().get("streamer")
+    streamer = find_streamer("plain_decode", model, streamer)
     check_call("plain_decode", input_ids, *prepared, streamer, model_kwargs)
     outputs = []
     for row in split_rows(input_ids, model_kwargs):

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from hub_server import LFS_SUFFIXES, Commit, File, Repo, hub_server
 from safetensors.torch import save_file
 from test_decoding_batches import left_padded
 from transformers import (
+    DynamicCache,
     EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
     MaxLengthCriteria,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -20,6 +25,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from blockdraft.modeling.block_decoding import block_decode
+from blockdraft.modeling.decoding_call import ASSISTED_SETTINGS
 from blockdraft.modeling.generate import generate
 from blockdraft.modeling.plain_decoding import plain_decode
 from blockdraft.modeling.remote_code import GENERATE_REQUIREMENTS
@@ -48,12 +54,66 @@ class Recorder(BaseStreamer):
 # What `generate` keeps to itself
 
 
+class Wrapped:
+    """A loop behind two functions of its user."""
+
+    def __init__(self, decode, **settings):
+        self.decode, self.settings = decode, settings
+
+    def __call__(self, *args, **kwargs):
+        return self.run(*args, **kwargs)
+
+    def run(self, *args, **kwargs):
+        return self.decode(*args, **self.settings, **kwargs)
+
+
+def as_loops(draft):
+    """What a user may pass as `custom_generate`, whole."""
+    return (
+        partial(block_decode, draft=draft),
+        partial(plain_decode),
+        lambda model, *args, **kwargs: block_decode(model, *args, draft=draft, **kwargs),
+        lambda model, *args, **kwargs: plain_decode(model, *args, **kwargs),
+        Wrapped(block_decode, draft=draft),
+        Wrapped(plain_decode),
+    )
+
+
 def test_streamer_of_generate_gets_the_answer(pair):
     target, draft = pair
     input_ids = prompts(1)[0]
-    for settings in ({"custom_generate": block_decode, "draft": draft}, {"custom_generate": plain_decode}):
+    for loop in as_loops(draft):
         streamer = Recorder()
-        output = target.generate(input_ids, streamer=streamer, **settings, **GREEDY)
+        output = target.generate(input_ids, streamer=streamer, custom_generate=loop, **GREEDY)
+        assert streamer.tokens == output[0].tolist() and streamer.ended
+
+
+def test_streamer_of_another_call_is_left_alone(pair):
+    """A loop inside the `generate` of another model, and a whole call inside the same model's."""
+    target, draft = pair
+    input_ids = prompts(1)[0]
+    expected = target.generate(input_ids, **GREEDY)
+
+    def in_processor(call):
+        def process(input_ids, scores):
+            assert torch.equal(call(), expected)
+            return scores
+
+        return LogitsProcessorList([process])
+
+    limit = expected.shape[1]
+    prepared = (LogitsProcessorList(), StoppingCriteriaList([MaxLengthCriteria(limit)]), GenerationConfig())
+
+    def loop():
+        return block_decode(target, input_ids, *prepared, draft, cache=DynamicCache(config=target.config))
+
+    def whole_call():
+        return block_decode(target, input_ids, draft=draft, **GREEDY)
+
+    for outer, call in ((build_target("gpt2"), loop), (target, whole_call)):
+        streamer = Recorder()
+        settings = {"custom_generate": plain_decode, "do_sample": False, "max_new_tokens": 2, "streamer": streamer}
+        output = outer.generate(input_ids, logits_processor=in_processor(call), **settings)
         assert streamer.tokens == output[0].tolist() and streamer.ended
 
 
@@ -73,10 +133,36 @@ def test_stop_strings_end_a_direct_call(chat_tokenizer):
     assert torch.equal(generate(target, input_ids=input_ids, **settings), expected)
 
 
+def test_a_prompt_is_healed_before_a_direct_call(chat_tokenizer):
+    torch.manual_seed(0)
+    target = Qwen3ForCausalLM(Qwen3Config(**LLAMA_LIKE | {"vocab_size": len(chat_tokenizer)})).eval()
+    draft = build_draft(target, mask_token_id=len(chat_tokenizer) - 1)
+    input_ids = chat_tokenizer("The answer is th", return_tensors="pt").input_ids
+    settings = GREEDY | {"draft": draft, "tokenizer": chat_tokenizer}
+    healing = {"token_healing": True}
+    for asked in (healing, {"generation_config": GenerationConfig(**healing)}):
+        for call in (block_decode, generate):
+            with pytest.raises(ValueError, match=r"`token_healing`.*heal_tokens\(input_ids, tokenizer\)"):
+                call(target, input_ids, **settings, **asked)
+    target.generation_config.token_healing = True
+    with pytest.raises(ValueError, match="`token_healing`"):
+        block_decode(target, input_ids, **settings)
+    target.generation_config.token_healing = None
+    chat_tokenizer.bos_token = "<|im_start|>"  # transformers cannot heal without one
+    expected = target.generate(input_ids, tokenizer=chat_tokenizer, **GREEDY, **healing)
+    healed = target.heal_tokens(input_ids, chat_tokenizer)
+    assert not torch.equal(healed, input_ids)
+    assert torch.equal(block_decode(target, healed, **settings), expected)
+
+
 def test_assistant_model_is_another_path(pair):
     target, draft = pair
-    with pytest.raises(ValueError, match="leave out `assistant_model`"):
-        target.generate(prompts(1)[0], custom_generate=block_decode, draft=draft, assistant_model=draft, **GREEDY)
+    for loop in as_loops(draft):
+        with pytest.raises(ValueError, match="_decode.*leave out `assistant_model`"):
+            target.generate(prompts(1)[0], custom_generate=loop, assistant_model=draft, **GREEDY)
+    for own in ({}, {"streamer": Recorder()}):
+        with pytest.raises(ValueError, match="leave out `assistant_model`"):
+            block_decode(target, prompts(1)[0], draft=draft, assistant_model=draft, **own, **GREEDY)
     with pytest.raises(ValueError, match="leave out `assistant_model`"):
         generate(target, prompts(1)[0], assistant_model=draft)
 
@@ -158,6 +244,25 @@ def test_settings_without_effect_are_named(pair):
     with pytest.warns(UserWarning, match=r"ignores.*\['output_hidden_states', 'speculation_type'\]"):
         settings = GREEDY | DETAILS | {"output_hidden_states": True, "speculation_type": "dflash"}
         block_decode(target, prompts(1)[0], draft=draft, **settings)
+
+
+def test_settings_of_assisted_decoding_are_named_where_they_are_given(pair):
+    """`generate` fills in their defaults, of which nothing is said."""
+    defaults = GenerationConfig._get_default_generation_params()
+    assert ASSISTED_SETTINGS.items() <= defaults.items()
+    target, draft = pair
+    input_ids = prompts(1)[0]
+    given = {"assistant_confidence_threshold": 0.9, "num_assistant_tokens": 3}
+    config = GenerationConfig(**GREEDY, **given)
+    for settings in (GREEDY | given, {"generation_config": config}):
+        for loop in (partial(block_decode, draft=draft), plain_decode):
+            with pytest.warns(
+                UserWarning, match=r"ignores.*\['assistant_conf.*', 'num_assistant_tokens'\].*`block_size`"
+            ):
+                target.generate(input_ids, custom_generate=loop, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block_decode(target, input_ids, draft=draft, **GREEDY)
 
 
 # The repository form
