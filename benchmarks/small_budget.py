@@ -25,7 +25,10 @@ VARIANTS = {
     "the trainer's defaults": ({}, {}),
     "AdamW alone": ({}, {"muon": False}),
     "twice the learning rate": ({}, {"learning_rate": 4.0e-3}),
+    "a window of 4 in every layer": ({"num_full_attention_layers": 0}, {}),
+    "the whole context in every layer": ({"sliding_window": None}, {}),
     "a window of 16": ({"sliding_window": 16}, {}),
+    "three target layers": ({"target_layer_ids": [1, 14, 27]}, {}),
     "blocks of 8, as many slots a step": ({"block_size": 8, "sliding_window": 4}, {"num_anchors": 24}),
     "ranks of a quarter and an eighth": ({"q_lora_rank": 144, "kv_lora_rank": 72}, {}),
 }
@@ -52,7 +55,7 @@ def main(max_steps: int, names: list[str]) -> None:
             use_cpu=True,
             **(arguments | changed),
         )
-        shape = {key: settings[key] for key in ("num_draft_layers", "block_size")} | shape
+        shape = {key: settings[key] for key in ("num_draft_layers", "block_size", "target_layer_ids")} | shape
         trainer = new_trainer(
             new_draft(target, tokenizer, rows=parts["train"], **shape),
             target,

@@ -71,10 +71,10 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3TextConfig):
 
     def check_draft(self) -> None:
         super().check_draft()
-        if not 0 <= self.num_full_attention_layers <= self.num_hidden_layers:
+        if not 0 <= self.num_full_attention_layers < self.num_hidden_layers:
             raise ValueError(
-                f"`num_full_attention_layers` is {self.num_full_attention_layers}: the draft has "
-                f"{self.num_hidden_layers} layers."
+                f"`num_full_attention_layers` is {self.num_full_attention_layers}: of {self.num_hidden_layers} layers "
+                "at least one keeps the window (for none, set `sliding_window` to null)."
             )
         if self.num_full_attention_layers and self.sliding_window is None:
             raise ValueError(

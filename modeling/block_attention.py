@@ -174,7 +174,8 @@ def flex_block_mask(
 ) -> BlockMask:
     """The same rule as a FlexAttention `BlockMask`, made from the tiles that it touches, without a dense mask.
 
-    Args are those of [`block_mask_mod`]. FlexAttention compiles for each shape, see [`padded_block_mask`].
+    Args are those of [`block_mask_mod`]. FlexAttention compiles for each shape, see [`padded_block_mask`]; whatever the
+    rule says of the context is in tensors, so that layers with and without a window share what is compiled.
     """
     batch, num_blocks = anchor_positions.shape
     queries, device = num_blocks * block_size, anchor_positions.device
@@ -203,7 +204,17 @@ def flex_block_mask(
         tiles = tiles[:, None].to(torch.int32)
         return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
-    visible = block_mask_mod(anchor_positions, block_keep_mask, context_length, block_size, **rule)
+    causal, last_query = rule.get("causal", False), queries - 1
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = query.clamp(max=last_query)  # FlexAttention asks for whole tiles
+        in_context = (key >= first[batch, row]) & (key < last[batch, row])
+        noise = key - context_length
+        in_block = (noise >= 0) & (noise // block_size == query // block_size)
+        if causal:
+            in_block = in_block & (noise <= query)
+        return in_context | in_block
+
     return BlockMask.from_kv_blocks(
         *ordered(partial), *ordered(full), BLOCK_SIZE=FLEX_TILE, mask_mod=visible, seq_lengths=(queries, whole)
     )

@@ -168,6 +168,9 @@ class DraftPreTrainedModel(PreTrainedModel):
         What the attention of a layer with that window gets for many blocks, by `attn_implementation`: `"sdpa"` makes
         it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other take
         a dense mask.
+
+        Raises:
+            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here.
         """
         config, implementation = self.config, self.config._attn_implementation
         keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
@@ -175,35 +178,34 @@ class DraftPreTrainedModel(PreTrainedModel):
         rule = {"sliding_window": sliding_window, "window_per_query": self.window_per_query}
         if document_ids is not None:
             rule["document_ids"] = document_ids
-        if implementation in ("sdpa", "flex_attention") and self.training and config.attention_dropout > 0:
+        if implementation == "flex_attention":
+            self._check_flex_attention(anchor_positions.device)
+            return padded_block_mask(*blocks, causal=config.is_causal, **rule)
+        if implementation == "sdpa" and self.training and config.attention_dropout > 0:
             logger.warning_once(
                 f"`attention_dropout` is {config.attention_dropout}: blocks attend through a dense mask, which takes "
                 "several times the time and memory. Set it to 0 to compute only what is visible."
             )
             implementation = "dense"
-        if implementation == "flex_attention" and self._flex_attention_takes(anchor_positions.device):
-            return padded_block_mask(*blocks, causal=config.is_causal, **rule)
-        if implementation in ("sdpa", "flex_attention"):
+        if implementation == "sdpa":
             context = visible_context(*blocks, **rule)
             heads = (config.num_attention_heads, self.heads_per_key)
             return plan_visible_keys(context, context_length, config.block_size, *heads, causal=config.is_causal)
         return block_attention_mask(*blocks, causal=config.is_causal, **rule)
 
-    def _flex_attention_takes(self, device: torch.device) -> bool:
-        """Whether FlexAttention can compute this draft's heads."""
-        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
-            raise ValueError(
-                f'`attn_implementation="flex_attention"` cannot train on {device.type!r}, where torch has no backward '
-                'for it: load the draft with `attn_implementation="sdpa"`.'
-            )
+    def _check_flex_attention(self, device: torch.device) -> None:
         widths = (self.config.qk_head_dim, self.config.v_head_dim)
-        if min(widths) < MIN_FLEX_WIDTH:
-            logger.warning_once(
-                f"FlexAttention takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}: the "
-                'blocks attend as with `attn_implementation="sdpa"`.'
+        fault = None
+        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
+            fault = f"cannot train on {device.type!r}, where torch has no backward for it"
+        elif min(widths) < MIN_FLEX_WIDTH:
+            fault = f"takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}"
+        elif self.training and self.config.attention_dropout > 0:
+            fault = f"knows no dropout, and `attention_dropout` is {self.config.attention_dropout}"
+        if fault:
+            raise ValueError(
+                f'`attn_implementation="flex_attention"` {fault}: load the draft with `attn_implementation="sdpa"`.'
             )
-            return False
-        return True
 
     def get_input_embeddings(self) -> None:
         """

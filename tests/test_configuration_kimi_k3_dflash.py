@@ -184,8 +184,8 @@ def test_the_last_of_several_layers_sees_the_whole_context(target_config):
     assert build(num_draft_layers=3, sliding_window=None).context_windows == [None] * 3
     assert build(num_draft_layers=3, num_full_attention_layers=0).context_windows == [8] * 3
     for settings, says in (
-        ({"num_full_attention_layers": 4}, "the draft has 3 layers"),
-        ({"num_full_attention_layers": -1}, "the draft has 3 layers"),
+        ({"num_full_attention_layers": 3}, "of 3 layers at least one keeps the window"),
+        ({"num_full_attention_layers": -1}, "of 3 layers at least one keeps the window"),
         ({"num_full_attention_layers": 1, "sliding_window": None}, "leave it out, or set a window"),
     ):
         with pytest.raises(ValueError, match=f"`num_full_attention_layers` is .*{says}"):

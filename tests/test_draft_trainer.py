@@ -328,6 +328,22 @@ def test_two_ranks_equal_one(tmp_path, two_ranks):
     assert_close(two_ranks["dflash"], weights(single), 1e-5)
 
 
+def test_several_data_sets_and_streams_are_evaluated(tmp_path):
+    trainer = make_trainer(tmp_path, eval_decode_prompts=2, eval_max_new_tokens=4, eval_strategy="steps", eval_steps=2)
+    chat, code = make_rows(4), make_rows(6, seed=1)
+    alone = trainer.evaluate(chat)
+    streamed = trainer.evaluate(chat.to_iterable_dataset())
+    same = [name for name in alone if "per_second" not in name and "share" not in name and "tau" not in name]
+    assert "eval_tau" in streamed and {n: streamed[n] for n in same} == {n: alone[n] for n in same}
+    both = trainer.evaluate({"chat": chat, "code": code})
+    assert {name: both[name.replace("eval_", "eval_chat_")] for name in same} == {name: alone[name] for name in same}
+    assert "eval_code_tau" in both and both["eval_code_loss"] != both["eval_chat_loss"]
+    trainer.eval_dataset = {"chat": chat, "code": code.to_iterable_dataset()}
+    trainer.train()
+    logged = [log for log in trainer.state.log_history if "eval_code_loss" in log]
+    assert [log["step"] for log in logged] == [2] and any("eval_chat_tau" in log for log in trainer.state.log_history)
+
+
 def test_evaluate_decodes_for_real(tmp_path):
     trainer = make_trainer(tmp_path, eval_decode_prompts=4, eval_max_new_tokens=6)
     trainer.model.train()

@@ -12,6 +12,7 @@ from test_draft_trainer import (
     make_rows,
     weights,
 )
+from torch import nn
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
@@ -328,9 +329,12 @@ def test_training_against_a_v41_target(tmp_path):
 def test_mixed_precision_is_near_full_precision(tmp_path):
     logs = []
     for bf16 in (False, True):
-        # The same start for both: fitted to features of another precision, it would be another.
-        trainer = dspark_trainer(tmp_path, bf16=bf16, max_steps=1)
+        trainer, outputs = dspark_trainer(tmp_path, bf16=bf16, max_steps=1), []
+        layer = trainer.target.get_decoder().layers[0].mlp
+        for module in (next(m for m in layer.modules() if isinstance(m, nn.Linear)), trainer.draft.markov_head.head):
+            module.register_forward_hook(lambda module, args, output, seen=outputs: seen.append(output.dtype))
         trainer.train()
+        assert set(outputs) == {torch.bfloat16 if bf16 else torch.float32}  # of target and heads, held in fp32
         logs.append(trainer.state.log_history[0])
         assert all(tensor.dtype == torch.float32 for tensor in weights(trainer).values())
     for name in ("loss", "ce_loss", "l1_loss", "confidence_loss", "accept_rate"):

@@ -1,5 +1,6 @@
 """Loss and gradients formed chunk by chunk against the plain definition, and what they take of memory."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_logits_are_made_once_and_not_kept():
         return heads(*values)
 
     loss = dspark_loss(predict, [*states, *others], targets, DSparkAlphas(), chunk_size=4)
-    saved = {tuple(tensor.shape) for tensor in loss.loss_sum.grad_fn.gradients}
+    saved = {tuple(tensor.shape) for tensor in loss.loss_sum.grad_fn.saved_tensors}
     flat = (targets.mask.numel(), HIDDEN)
     assert saved == {flat, *(tuple(parameter.shape) for parameter in heads.parameters() if parameter.requires_grad)}
     loss.loss_sum.backward()
@@ -161,13 +162,32 @@ def test_the_sum_can_be_used_twice_and_scaled():
         assert_near(gradient, 2048 * expected[name], 1e-6)
 
 
+def test_gradients_are_handed_over_and_not_copied():
+    heads, states, others, targets = dspark_case()
+    loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas()).loss_sum
+    formed = {tensor.data_ptr() for tensor in loss.grad_fn.saved_tensors}
+    (3 * loss).backward()
+    assert formed == {tensor.grad.data_ptr() for tensor in trained(heads, states).values()}
+
+
 def test_a_second_backward_pass_is_refused():
-    """The gradients are handed over, not copied."""
     heads, states, others, targets = dspark_case()
     loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas()).loss_sum
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute it again"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_recomputing_keeps_no_logits_between_forward_and_backward():
+    heads, states, others, targets = dspark_case()
+    inputs = [*states, *others]
+    gc.collect()
+    before = {id(value) for value in gc.get_objects()}
+    loss = dspark_loss(heads, inputs, targets, DSparkAlphas(), chunk_size=4, recompute=True)
+    gc.collect()
+    kept = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and id(value) not in before]
+    assert kept and not any(VOCAB in tensor.shape for tensor in kept)
+    loss.loss_sum.backward()
 
 
 def test_a_second_derivative_is_refused():

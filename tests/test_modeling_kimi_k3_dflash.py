@@ -93,12 +93,14 @@ WIDE_HEADS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 @torch.no_grad()
 def test_flex_attention_compiles_for_few_shapes(monkeypatch):
-    """The first of 12 lengths compiles, and at most two of the others do, whatever the number of blocks near 500."""
+    """The first of 12 lengths compiles, and at most two of the others do, whatever the number of blocks near 500 and
+    whether a layer has a window or not."""
     compiled = CompileCounter()
     torch.compiler.reset()
     flex = torch.compile(flex_attention, backend=compiled)
     monkeypatch.setattr(flex_integration.WrappedFlexAttention, "__call__", lambda self: flex)
-    draft = tiny_draft("flex_attention", num_hidden_layers=1, num_attention_heads=1, block_size=2, **WIDE_HEADS)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 1, "block_size": 2, "is_causal": True}
+    draft = tiny_draft("flex_attention", sliding_window=16, num_full_attention_layers=1, **shape, **WIDE_HEADS)
     for i, length in enumerate(torch.linspace(1024, 4096, 12).long().tolist()):
         anchors = torch.linspace(1, length - 2, 500 + i).long()[None]
         draft(**draft_inputs(draft, length, len(anchors[0])), anchor_positions=anchors)
@@ -106,7 +108,11 @@ def test_flex_attention_compiles_for_few_shapes(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [{}, {"sliding_window": 5, "is_causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"sliding_window": 5, "is_causal": True}, {"sliding_window": 5, "num_full_attention_layers": 1}],
+    ids=str,
+)
 def test_flex_attention_by_anchors_agrees(settings):
     draft = tiny_draft("flex_attention", **WIDE_HEADS, **settings)
     keep = torch.tensor([[True] * 3, [True, True, False]])
@@ -119,19 +125,23 @@ def test_flex_attention_by_anchors_agrees(settings):
     torch.testing.assert_close(hidden, draft(**inputs).last_hidden_state, rtol=1e-4, atol=1e-5)
 
 
-def test_where_flex_attention_cannot(monkeypatch):
-    inputs = {"anchor_positions": torch.tensor([[3, 6]])}
-    draft = tiny_draft("flex_attention", **WIDE_HEADS)
-    with pytest.raises(ValueError, match='attn_implementation="sdpa"'):
-        draft.train()(**draft_inputs(draft, blocks=2), **inputs)
-    said = []
-    monkeypatch.setattr("blockdraft.modeling.modeling_draft.logger.warning_once", said.append)
-    draft = tiny_draft("flex_attention")
-    inputs |= draft_inputs(draft, blocks=2)
-    hidden = draft(**inputs).last_hidden_state
-    assert len(said) == 1 and "at least 16 channels" in said[0]
-    draft.set_attn_implementation("sdpa")
-    assert torch.equal(hidden, draft(**inputs).last_hidden_state)
+@pytest.mark.parametrize(
+    "shape, training, with_gradients, says",
+    [
+        (WIDE_HEADS, True, True, "cannot train on 'cpu'"),
+        ({}, False, False, "at least 16 channels"),
+        (WIDE_HEADS | {"attention_dropout": 0.1}, True, False, "`attention_dropout` is 0.1"),
+    ],
+)
+def test_where_flex_attention_cannot(shape, training, with_gradients, says):
+    """Who asks for it by name is told, and not given another."""
+    draft = tiny_draft("flex_attention", **shape).train(training)
+    inputs = {"anchor_positions": torch.tensor([[3, 6]])} | draft_inputs(draft, blocks=2)
+    with torch.set_grad_enabled(with_gradients):
+        with pytest.raises(ValueError, match=f'{says}.*attn_implementation="sdpa"'):
+            draft(**inputs)
+        draft.set_attn_implementation("sdpa")
+        draft(**inputs)
 
 
 def float64_forward(draft, noise, features, visible):

@@ -247,6 +247,7 @@ DRAFTS = {
     "k3 causal": (k3, draft_inputs, {"is_causal": True}),
     "k3 window": (k3, draft_inputs, {"sliding_window": 5}),
     "k3 wide window": (k3, draft_inputs, {"sliding_window": 22, "is_causal": True}),
+    "k3 hybrid": (k3, draft_inputs, {"sliding_window": 5, "num_hidden_layers": 3, "num_full_attention_layers": 1}),
     "k3 block of two": (k3, draft_inputs, {"block_size": 2}),
     "dspark": (dspark, dspark_inputs, {}),
     "dspark wide window": (dspark, dspark_inputs, {"sliding_window": 20}),

@@ -253,7 +253,8 @@ class DraftTrainer(HubPushing, Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ):
         """The batch's share of the window's weighted mean; `num_items_in_batch` is its weight on all ranks."""
-        loss = self.block_loss(model, inputs)
+        with self.accelerator.autocast():  # the target's forward and the head too; Trainer's is the draft's alone
+            loss = self.block_loss(model, inputs)
         self._window.add(loss)
         weight = loss.weight if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over ranks, the weight is summed over them.
@@ -337,9 +338,15 @@ class DraftTrainer(HubPushing, Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """
         Loss, token accuracy and estimated acceptance over the evaluation rows, and tau from real decoding of
-        `args.eval_decode_prompts` of their prompts on the main process.
+        `args.eval_decode_prompts` of their prompts on the main process. Several data sets, by name, are evaluated in
+        turn; of a stream the first prompts are decoded.
         """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, dict):
+            parts = (
+                self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in dataset.items()
+            )
+            return {name: value for metrics in parts for name, value in metrics.items()}
         training = self.model.training
         window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
         self.model.eval()
@@ -347,7 +354,8 @@ class DraftTrainer(HubPushing, Trainer):
             for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
                 self.place_blocks(batch, EVALUATION_STEP)
                 window.count_rows(batch, self.draft_config.mask_token_id)
-                window.add(self.block_loss(self.model, self._prepare_inputs(batch)))
+                with self.accelerator.autocast():
+                    window.add(self.block_loss(self.model, self._prepare_inputs(batch)))
         metrics = window.metrics(self.accelerator)
         if self.args.eval_decode_prompts:
             metrics |= self._decoding_metrics(dataset)
@@ -365,12 +373,13 @@ class DraftTrainer(HubPushing, Trainer):
 
     def _decoding_metrics(self, dataset) -> dict[str, float]:
         """Measured on the main process, known to all."""
-        metrics = {}
+        metrics, count = {}, self.args.eval_decode_prompts
         if self.accelerator.is_main_process:
+            rows = list(dataset.take(count)) if isinstance(dataset, IterableDataset) else dataset
             report = evaluate_decoding(
                 self.target,
                 self.draft,
-                held_out_prompts(dataset, self.args.eval_decode_prompts),
+                held_out_prompts(rows, count),
                 max_new_tokens=self.args.eval_max_new_tokens,
                 compare_with_plain=False,
                 disable_tqdm=self.args.disable_tqdm,

@@ -133,17 +133,15 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, number: Tensor, gradients: Sequence[Tensor], *sources: Tensor) -> Tensor:
-        ctx.gradients = gradients
+        ctx.save_for_backward(*gradients)
         return number.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("This loss has had its backward pass; compute it again for another.")
-        gradients, ctx.gradients = ctx.gradients, None
-        # In place: of a large vocabulary's trained head, a copy would be the peak of the step's memory.
-        return None, None, *(gradient.mul_(factor) for gradient in gradients)
+        # In place: of a large vocabulary's trained head, a copy would be the peak of the step's memory. Torch refuses a
+        # second pass over what has changed since it was saved.
+        return None, None, *(gradient.mul_(factor) for gradient in ctx.saved_tensors)
 
 
 def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -23,7 +23,8 @@ COMPLETE = "Complete this Python function:\n```python\n{source}\n```"
 # Folders that hold tests, other people's packages or one file a code page.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 MAX_CHARS = 1200
-CODE_PROMPTS, CHAT_PROMPTS, CHAT_HELD_OUT = 8000, 1000, 100
+TRAIN, CHAT_HELD_OUT = 5120, 100
+MIX = {"functions": 8000, "chats": 1000}  # what `TRAIN` of are drawn
 
 
 def chat_prompts(part: str, count: int) -> list[dict]:
@@ -76,10 +77,10 @@ def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     shuffled = random.Random(0)
     functions = [row for package, root in code_folders().items() for row in function_prompts(package, root)]
-    train = shuffled.sample(functions, CODE_PROMPTS) + chat_prompts("train+draft", CHAT_PROMPTS)
+    train = shuffled.sample(functions, MIX["functions"]) + chat_prompts("train+draft", MIX["chats"])
     shuffled.shuffle(train)
     parts = {
-        "train": train,
+        "train": train[:TRAIN],
         "chat": chat_prompts("heldout", CHAT_HELD_OUT),
         "humaneval": humaneval_prompts(),
     }
