@@ -3,12 +3,16 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DRAFT_SCHEMA_VERSION = 1
@@ -292,9 +296,28 @@ def _bytes_in_no_text(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> li
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the tokenizer's vocabulary: the same text gives the same ids only where it agrees."""
+    """SHA-256 of the tokenizer's vocabulary: the same ids are the same words only where it agrees."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()
+
+
+# Case, contractions, digits, quotes, runs of white space, accents in both forms, ligatures, other scripts.
+PROBE = (
+    "It's 3,141 or 2.718: I'D say \u201cyes\u201d.\n\n  def f(x):\n\treturn x ** 2\r\n"
+    "caf\u00e9, cafe\u0301, \ufb01, \u4f60\u597d, \u0645\u0631\u062d\u0628\u0627, \U0001f600   "
+)
+PROBE_WORDS = 4096
+
+
+def tokenization_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the ids of a text that shows normaliser, pre-tokenizer, merges and added bos: a probe, then words of
+    the vocabulary, evenly spread. It stands for what the tokenizer does, not for its file, which versions of
+    `tokenizers` write differently, nor for its template or the padding and truncation of its last call."""
+    ids = sorted(tokenizer.get_vocab().values())
+    spread = ids[:: -(-len(ids) // PROBE_WORDS)]
+    words = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in spread]
+    encoded = tokenizer("\n".join([PROBE, *words]), verbose=False)["input_ids"]  # silent on its length
+    return hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
 
 
 def weights_fingerprint(model, values: int = 16) -> str | None:
@@ -314,18 +337,44 @@ def weights_fingerprint(model, values: int = 16) -> str | None:
     return digest.hexdigest()
 
 
+def loaded_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit that a branch or tag (`None`: the default branch) of a Hub repository was at when it was last loaded
+    here: a branch moves on, and a loaded model does not know. For a directory, or where the Hub's cache does not have
+    it, the revision as it is given."""
+    if not name or os.path.isdir(name):
+        return revision
+    try:
+        file = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # a directory that is gone
+        return revision
+    return Path(file).parent.name if isinstance(file, str) else revision
+
+
+def is_other_revision(one: str | None, other: str | None) -> bool:
+    """Whether two revisions are known to differ: a branch or tag may be at any commit."""
+    if not one or not other or one == other:
+        return False
+    return _is_commit(one) == _is_commit(other)
+
+
+def _is_commit(revision: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+
+
 def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: str | None = None) -> dict:
     """
     Identity of a loaded target, as stored in `DraftConfig.target`.
 
     Args:
         target (`PreTrainedModel`): the frozen target, with or without PEFT adapters, under PEFT's wrapper or not.
-        tokenizer: its tokenizer; `None` leaves its fingerprint out.
-        revision: commit hash or branch that the target was loaded at.
+        tokenizer: its tokenizer; `None` leaves its fingerprints out.
+        revision: commit hash, branch or tag that the target was loaded at; of the latter two the commit is stored,
+            where the Hub's cache knows it.
     """
     target = target.get_base_model() if hasattr(target, "get_base_model") else target
     text_config = target.config.get_text_config(decoder=True)
     name = target.config.name_or_path
+    revision = loaded_commit(name, revision) if revision else None
     if os.path.isdir(name):
         name = os.path.basename(os.path.abspath(name))  # a draft is published, its author's folders are not
     rows = target.get_input_embeddings().weight
@@ -348,6 +397,7 @@ def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: s
         "quantization": _quantization(target),
         "tokenizer_length": None if tokenizer is None else len(tokenizer),
         "tokenizer_sha256": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+        "tokenization_sha256": None if tokenizer is None else tokenization_fingerprint(tokenizer),
     }
 
 

@@ -46,7 +46,7 @@ class ScriptArguments:
         default=None, metadata={"help": "Zero-based target layers that the draft reads; spread over the depth."}
     )
     sliding_window: int | None = field(
-        default=None, metadata={"help": "Context tokens that the draft sees; the block size unless given."}
+        default=None, metadata={"help": "Context that all layers but the last see; the block size unless given."}
     )
 
 

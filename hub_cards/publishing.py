@@ -40,7 +40,16 @@ from .card_rules import validate_card
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
-MEASURED = ("metrics.json", "acceptance.png", "report.json", "report.md", "calibration.json", "calibration.md")
+# Of the weights beside them alone: where a push brings others, those that it does not replace are deleted.
+MEASURED = (
+    "metrics.json",
+    "report.json",
+    "report.md",
+    "calibration.json",
+    "calibration.md",
+    "*_results.json",
+    "*.png",
+)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # With the modules that `auto_map` leads to, all that is published.
 PUBLISHED = (
@@ -66,8 +75,6 @@ PUBLISHED = (
     "custom_generate/*.py",
     "custom_generate/requirements.txt",
     *MEASURED,
-    "*_results.json",
-    "*.png",
 )
 NEVER_PUBLISHED = "training_args.bin"  # a pickle of every setting
 WAITS = (2.0, 4.0, 8.0)  # seconds between tries; the client waits on its own within one
@@ -216,8 +223,8 @@ def publish(
     sleep: Callable[[float], None] = time.sleep,
 ) -> CommitInfo:
     """
-    Uploads a saved draft in one commit. What an earlier push left there of other weights, shards and measurements, is
-    deleted in it.
+    Uploads a saved draft in one commit. What an earlier push left there of other weights, shards, measurements and
+    plots, is deleted in it.
 
     Server errors, broken connections and pushes that came in between are tried again, with growing waits.
 
@@ -261,13 +268,12 @@ def publish(
         for folder, checkpoint in (checkpoints or {}).items():
             additions += [_addition(Path(checkpoint), name, folder) for name in checkpoint_files(checkpoint)]
         new = {addition.path_in_repo for addition in additions}
-        replaced = [*MEASURED, *(f"{folder}/*" for folder in checkpoints or {})]
-        if ADAPTER_CONFIG not in files:  # an adapter may lie beside its base
-            replaced += WEIGHTS
+        replaced = MEASURED if ADAPTER_CONFIG in files else MEASURED + WEIGHTS  # an adapter may lie beside its base
+        folders = tuple(f"{folder}/" for folder in checkpoints or {})
         stale = [
-            file.rfilename
-            for file in head.siblings
-            if file.rfilename not in new and any(fnmatch(file.rfilename, pattern) for pattern in replaced)
+            name
+            for name in (file.rfilename for file in head.siblings)
+            if name not in new and (name.startswith(folders) or _is_one_of(name, replaced))
         ]
         return api.create_commit(
             repo,
@@ -281,6 +287,11 @@ def publish(
         )
 
     return with_retries(push, repo_id, token, sleep)
+
+
+def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a file beside the weights has such a name; what lies in folders is not meant."""
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def publish_model(
@@ -321,7 +332,7 @@ def _measured(source: str, saved: Path) -> dict | None:
     settings = [json.loads(path.read_text(encoding="utf-8")) for path in (config, saved / "config.json")]
     for each in settings:
         each.pop("transformers_version", None)
-    weights = {path.name for path in saved.iterdir() if any(fnmatch(path.name, pattern) for pattern in WEIGHTS)}
+    weights = {path.name for path in saved.iterdir() if _is_one_of(path.name, WEIGHTS)}
     same, *_ = filecmp.cmpfiles(source, saved, weights, shallow=False)
     if settings[0] != settings[1] or set(same) != weights:
         return None

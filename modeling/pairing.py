@@ -4,7 +4,7 @@ import warnings
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration.configuration_draft import target_record
+from ..configuration.configuration_draft import is_other_revision, target_record
 
 
 def check_pair(
@@ -26,8 +26,9 @@ def check_pair(
             the draft cannot work with it, or would answer in other tokens.
 
     Warns:
-        UserWarning: if the target fits but has another revision, other weights or other PEFT adapters than in
-            training: the output stays the target's, but fewer tokens may be accepted.
+        UserWarning: if the target fits but has other weights (another revision, where these cannot be compared) or
+            other PEFT adapters than in training, or the tokenizer its vocabulary but splits text otherwise: the output
+            stays the target's, but fewer tokens may be accepted.
     """
     config, record = draft.config, draft.config.target or {}
     if any(adapter.is_prompt_learning for adapter in getattr(target, "peft_config", {}).values()):
@@ -58,10 +59,19 @@ def check_pair(
             f"`tokenizer` has another vocabulary than the one of the draft's target ({record.get('name_or_path')}): "
             "the same text would be other tokens. Load the tokenizer that comes with the draft."
         )
-    compared = ["revision"]
+    if tokenizer is not None and record.get("tokenization_sha256") not in (None, found["tokenization_sha256"]):
+        warnings.warn(
+            "`tokenizer` has the vocabulary of the training, but splits text otherwise (normaliser, pre-tokenizer, "
+            "merges, bos): the output stays the target's, but fewer tokens may be accepted. Load the "
+            "tokenizer that comes with the draft.",
+            stacklevel=2,
+        )
+    compared = []
     if record.get("dtype") == found["dtype"]:  # a cast changes the rows
-        compared += ["embedding_sha256", "weights_sha256"]
-    different = [name for name in compared if record.get(name) and found[name] and record[name] != found[name]]
+        compared = [name for name in ("embedding_sha256", "weights_sha256") if record.get(name) and found[name]]
+    different = [name for name in compared if record[name] != found[name]]
+    if not compared and is_other_revision(record.get("revision"), found["revision"]):
+        different.append("revision")
     if record.get("adapters", found["adapters"]) != found["adapters"]:
         different.append("adapters")
     if different:

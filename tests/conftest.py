@@ -85,11 +85,16 @@ def chat_tokenizer(chatml_backend) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """A Hub that the client in this process talks to, logged in as `user`; waits between tries take no time."""
+def hub(monkeypatch, tmp_path_factory):
+    """A Hub that the client in this process talks to, logged in as `user`, with an empty cache; waits between tries
+    take no time."""
     with hub_server() as server:
         server.users = {TOKEN: "user", EXPIRED_TOKEN: None, READ_TOKEN: "another"}
+        files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the Hub that it was made for
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub_cache")))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda seconds: None))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
 from decoding_models import build_draft, build_target
@@ -353,11 +352,8 @@ torch.save(outputs, "outputs.pt")
 """
 
 
-def test_through_the_hub_into_a_process_without_the_package(tmp_path, bases, hub, monkeypatch):
+def test_through_the_hub_into_a_process_without_the_package(tmp_path, bases, hub):
     """Base and adapter in repositories of their own; the base's has moved on, the adapter knows its commit."""
-    constants, files = huggingface_hub.constants, hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     base = AutoModel.from_pretrained(bases["dspark"])
     commit = base.push_to_hub("user/draft").oid
     draft = AutoModel.from_pretrained("user/draft")

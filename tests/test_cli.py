@@ -256,9 +256,12 @@ def test_the_same_command_goes_on(draft_dir, config_file, capsys):
     assert f"{draft_dir / 'checkpoint-2'} has all of 2 steps." in capsys.readouterr().out
     assert (draft_dir / "model.safetensors").read_bytes() == before
 
-    assert main(["train", str(config_file), "--max_steps", "3"]) == 0
+    figures = ("report.json", "report.md", "round_time.png", "metrics.json", "acceptance.png")
+    assert all((draft_dir / name).is_file() for name in figures)
+    assert main(["train", str(config_file), "--max_steps", "3", "--eval_decode_prompts", "0"]) == 0
     assert f"Going on from {draft_dir / 'checkpoint-2'}, 1 of 3 steps to go." in capsys.readouterr().out
     assert (draft_dir / "checkpoint-3").is_dir()
+    assert not any((draft_dir / name).exists() for name in figures)  # they were those of step 2
 
 
 def test_another_draft_is_not_put_into_a_run(draft_dir, config_file, capsys):
@@ -344,6 +347,44 @@ def test_a_streamed_mixed_and_packed_run_goes_on(draft_type, target_dir, data_fi
     assert main(["train", str(path), "--output_dir", str(tmp_path / "set")]) == 0
     out = capsys.readouterr().out
     assert "train_data 1: 8 of 8 rows kept" in out and "4 rows of train_data are held out" in out
+
+
+UNUSED_BUFFER = "`shuffle_buffer` is not used: without `streaming`"
+UNUSED_FRACTION = "`eval_fraction` is not used: `eval_data`"
+FOREIGN = ".jsonl are those of org/other: `blockdraft regenerate` wrote them with org/other, the target is "
+
+
+@pytest.mark.parametrize(
+    ("writer", "settings", "told"),
+    [
+        ("own", {"eval_fraction": 0.25}, []),
+        ("own", {"eval_fraction": 0.25, "shuffle_buffer": 7}, [UNUSED_BUFFER]),
+        ("own", {"streaming": True, "eval_data": "{data}", "shuffle_buffer": 7}, []),
+        ("other", {"eval_fraction": 0.25, "eval_data": "{data}"}, [FOREIGN, UNUSED_FRACTION]),
+        ("other", {"streaming": True, "eval_data": "{data}"}, [FOREIGN]),
+    ],
+)
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="module", indirect=True)
+def test_what_is_unused_or_doubtful_in_the_data_is_told(
+    writer, settings, told, target_dir, data_file, tmp_path, caplog
+):
+    """Settings that another one overrules; answers that another model wrote, on the card too."""
+    answers, path = tmp_path / "answers.jsonl", tmp_path / "train.yaml"
+    assert main(["regenerate", str(target_dir), str(data_file), str(answers), "--max_new_tokens", "4"]) == 0
+    if writer == "other":
+        provenance = tmp_path / "answers.jsonl.provenance.json"
+        record = json.loads(provenance.read_text())
+        record["settings"] |= {"target": "org/other", "weights_sha256": "0"}
+        provenance.write_text(json.dumps(record))
+    settings = {name: str(data_file) if value == "{data}" else value for name, value in settings.items()}
+    settings |= TINY_TRAINING | SHAPES["dflash"] | {"max_steps": 1, "save_strategy": "no", "eval_decode_prompts": 0}
+    settings |= {"target": str(target_dir), "train_data": str(answers), "output_dir": str(tmp_path / "draft")}
+    path.write_text(yaml.safe_dump(settings))
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        assert main(["train", str(path)]) == 0
+    assert [message for message in (FOREIGN, UNUSED_BUFFER, UNUSED_FRACTION) if message in caplog.text] == told
+    training = json.loads((tmp_path / "draft" / "config.json").read_text())["training"]
+    assert training["answers"] == ("the target's own" if writer == "own" else "those of org/other")
 
 
 def test_evaluate_and_generate(draft_dir, target_dir, data_file, tmp_path, capsys):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from kimi_k3_models import TINY, tiny_config
@@ -10,6 +12,7 @@ from blockdraft.configuration.configuration_draft import (
     default_target_layer_ids,
     propose_mask_token_ids,
     target_record,
+    tokenization_fingerprint,
     tokenizer_fingerprint,
 )
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
@@ -192,6 +195,46 @@ def test_target_record_identifies_the_target():
         target.get_input_embeddings().weight[5] += 1e-3
     assert target_record(target, loaded, "abc")["embedding_sha256"] != record["embedding_sha256"]
     assert tokenizer_fingerprint(tokenizer(["<unk>", "b", "a"])) != record["tokenizer_sha256"]
+
+
+def lower_case(backend: dict) -> None:
+    backend["normalizer"] = {"type": "Lowercase"}
+
+
+def space_in_front(backend: dict) -> None:
+    backend["pre_tokenizer"]["add_prefix_space"] = True
+
+
+def merges_in_another_order(backend: dict) -> None:
+    backend["model"]["merges"].reverse()
+
+
+def bos_in_front(backend: dict) -> None:
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    backend["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special, sequence],
+        "pair": [sequence, sequence],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+
+
+@pytest.mark.parametrize("edit", [lower_case, space_in_front, merges_in_another_order, bos_in_front])
+def test_what_splits_text_is_in_the_record(edit, chat_tokenizer):
+    target = KimiK3ForCausalLM(tiny_config())
+    backend = json.loads(chat_tokenizer.backend_tokenizer.to_str())
+    edit(backend)
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
+    record, other_record = target_record(target, chat_tokenizer), target_record(target, other)
+    assert {name for name in record if record[name] != other_record[name]} == {"tokenization_sha256"}
+
+
+def test_calls_and_templates_leave_the_fingerprint_as_it_is(chat_tokenizer):
+    before = tokenization_fingerprint(chat_tokenizer)
+    chat_tokenizer(["a", "hello there"], padding=True, truncation=True, max_length=4)
+    chat_tokenizer.model_max_length, chat_tokenizer.padding_side, chat_tokenizer.chat_template = 8, "left", None
+    assert tokenization_fingerprint(chat_tokenizer) == before
 
 
 def test_target_record_fits_the_configuration_and_survives_the_file(tmp_path):

@@ -1,103 +1,57 @@
 """The doctor on counting pairs: nothing to say of sound ones, and each planted fault found by the check it is for."""
 
-import copy
-import hashlib
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from counting_pairs import SPECIAL, chats, counting_rows, counting_target, counting_tokenizer, write_draft
-from decoding_reports import LOOP, TEXT, make_answer, make_report
-from safetensors.torch import load_file, save_file
+from counting_pairs import SPECIAL, chats, counting_tokenizer
+from doctor_patients import (
+    FEW,
+    LOG,
+    ONLY_WARNED_OF,
+    Patient,
+    admit_patient,
+    cut_off,
+    sound_rows,
+    sound_target,
+    write_sound_drafts,
+)
+from peft import LoraConfig, get_peft_model
 from test_any_target import quantise
+from tokenizers import pre_tokenizers, processors
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.trainer.cli import main
 from blockdraft.trainer.commands import load_draft
-from blockdraft.trainer.doctor import check_decoding, doctor
-from blockdraft.trainer.doctor_measures import Acceptance, check_provenance, gain
-from blockdraft.trainer.doctor_report import FAULT, SKIPPED, WARNING, Finding
-
-FEW = slice(4, None, 9)  # rows; their answers are long enough for a block
-
-
-@dataclass
-class Patient:
-    """A pair of its own, to plant a fault in."""
-
-    folder: Path
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
-    rows: list[dict]
-
-    def settings(self, **changes) -> None:
-        """Changes config.json, the engines' view included; `None` takes a setting out."""
-        path = self.folder / "config.json"
-        config = json.loads(path.read_text())
-        for settings in (config, config.get("dflash_config", {})):
-            for name, value in changes.items():
-                name = {"is_causal": "causal"}.get(name, name) if settings is not config else name
-                if name in settings or settings is config:
-                    settings[name] = value
-                if value is None:
-                    settings.pop(name, None)
-        path.write_text(json.dumps(config))
-
-    def weights(self, edit: Callable[[dict], None]) -> None:
-        path = self.folder / "model.safetensors"
-        tensors = load_file(path)
-        edit(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    def examine(self, measure: bool = False, **settings) -> dict[str, Finding]:
-        rows = self.rows if measure else None
-        settings = {"max_new_tokens": 16} | settings
-        found = doctor(self.target, self.tokenizer, self.folder, rows, **settings)
-        return {finding.check: finding for finding in found}
+from blockdraft.trainer.doctor import doctor
+from blockdraft.trainer.doctor_report import FAULT, SKIPPED, WARNING
 
 
 @pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return counting_target()
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict]:
-    return list(counting_rows(counting_tokenizer()))
-
-
-@pytest.fixture(scope="module")
-def sound(target, tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sound")
-    return {kind: write_draft(kind, target, counting_tokenizer(), folder / kind) for kind in ("dflash", "dspark")}
+def sound_drafts(tmp_path_factory) -> dict[str, Path]:
+    return write_sound_drafts(tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture
-def admit(sound, target, rows, tmp_path) -> Callable[[str], Patient]:
-    def patient(kind: str) -> Patient:
-        folder = shutil.copytree(sound[kind], tmp_path / kind)
-        return Patient(folder, copy.deepcopy(target), counting_tokenizer(), copy.deepcopy(rows[FEW]))
-
-    return patient
+def admit(sound_drafts, tmp_path) -> Callable[[str], Patient]:
+    return lambda kind: admit_patient(sound_drafts[kind], tmp_path / kind)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_sound_pair_has_no_fault_and_no_warning(kind, sound, target, rows):
+def test_a_sound_pair_has_no_fault_and_no_warning(kind, sound_drafts):
     """With every measurement taken; only the engine is not asked for."""
     tokenizer = counting_tokenizer()
-    findings = doctor(target, tokenizer, sound[kind], rows, num_prompts=6, max_new_tokens=32)
+    findings = doctor(sound_target(), tokenizer, sound_drafts[kind], sound_rows(), num_prompts=6, max_new_tokens=32)
     assert [finding for finding in findings if finding.status in (FAULT, WARNING)] == []
     assert [finding.check for finding in findings if finding.status == SKIPPED] == ["engine"]
     assert len(findings) == 36 + (kind == "dspark")
     # Looking changes nothing, and a draft in memory is as sound as its folder.
-    draft = load_draft(str(sound[kind]))
+    draft = load_draft(str(sound_drafts[kind]))
     before = draft.config.to_dict()
-    in_memory = doctor(target, tokenizer, draft, rows[FEW], num_prompts=1, max_new_tokens=8)
+    in_memory = doctor(sound_target(), tokenizer, draft, sound_rows()[FEW], num_prompts=1, max_new_tokens=8)
     assert {finding.status for finding in in_memory} <= {"ok", SKIPPED}
     assert draft.config.to_dict() == before
 
@@ -199,6 +153,18 @@ def words_in_another_order(patient: Patient) -> None:
     patient.tokenizer = counting_tokenizer(words)
 
 
+def digits_apart(patient: Patient) -> None:
+    backend = patient.tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+
+
+def bos_in_front(patient: Patient) -> None:
+    single = {"single": "<|im_start|> $A", "special_tokens": [("<|im_start|>", 1)]}
+    patient.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**single)
+
+
 def a_word_more(patient: Patient) -> None:
     patient.tokenizer.add_tokens("forty")
 
@@ -211,6 +177,39 @@ def fine_tuned_embedding(patient: Patient) -> None:
 def fine_tuned_layer(patient: Patient) -> None:
     with torch.no_grad():
         patient.target.model.layers[2].mlp.up_proj.weight.mul_(1.01)
+
+
+def tokenizer_cut_off(patient: Patient) -> None:
+    cut_off(patient.folder / "tokenizer_config.json")
+
+
+def tokenizer_of_another_kind(patient: Patient) -> None:
+    (patient.folder / "tokenizer_config.json").write_text("[]")
+
+
+def template_of_other_bytes(patient: Patient) -> None:
+    (patient.folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+
+
+def log_cut_off(patient: Patient) -> None:
+    path = patient.folder / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": LOG}))
+    cut_off(path)
+
+
+def log_left_out(patient: Patient) -> None:
+    (patient.folder / "trainer_state.json").write_text(json.dumps({"global_step": 400}))
+
+
+def log_without_numbers(patient: Patient) -> None:
+    logs = [{"accuracy": None, "estimated_tau": 2.0}]
+    (patient.folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+
+
+def report_cut_off(patient: Patient) -> None:
+    path = patient.folder / "report.json"
+    path.write_text(json.dumps({"log_history": LOG}))
+    cut_off(path)
 
 
 def padded_embedding(patient: Patient) -> None:
@@ -279,7 +278,16 @@ SEEN = {
     no_auto_map: "code",
     never_trained: "training",
     another_template: "chat template",
+    tokenizer_cut_off: "chat template",
+    tokenizer_of_another_kind: "chat template",
+    template_of_other_bytes: "chat template",
+    log_cut_off: "training log",
+    log_left_out: "training log",
+    log_without_numbers: "training log",
+    report_cut_off: "training log",
     words_in_another_order: "tokenizer",
+    digits_apart: "tokenizer",
+    bos_in_front: "tokenizer",
     a_word_more: "tokenizer",
     fine_tuned_embedding: "target",
     fine_tuned_layer: "target",
@@ -294,7 +302,6 @@ SEEN = {
     target_in_bfloat16: "dtype",
     quantised_target: "dtype",
 }
-ONLY_WARNED_OF = {"dtype", "stop token", "embedding scale"}
 
 
 @pytest.mark.parametrize("plant", SEEN, ids=lambda plant: plant.__name__)
@@ -333,6 +340,39 @@ def test_tokens_that_the_target_hides_are_no_other_logits(admit):
     assert patient.examine()["logits"].status == "ok"
 
 
+def test_a_record_of_the_vocabulary_alone(admit):
+    """A draft that does not say how its tokenizer splits text."""
+    patient = admit("dflash")
+    patient.settings(target=target_record(patient.target, patient.tokenizer) | {"tokenization_sha256": None})
+    digits_apart(patient)
+    finding = patient.examine()["tokenizer"]
+    assert finding.status == "ok" and "not recorded" in finding.found
+
+
+def test_an_adapter_that_was_merged(admit):
+    """The same function, though the kinds of adapters differ; another kind is another function."""
+    patient = admit("dflash")
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(patient.target, lora)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1e-3)
+    record = target_record(adapted, patient.tokenizer)
+    patient.settings(target=record)
+    assert patient.examine()["target"].status == "ok"
+    patient.settings(target=record | {"adapters": ["IA3"]})
+    assert patient.examine()["target"].status == FAULT
+    patient.settings(target=record | {"adapters": None})
+    assert patient.examine()["target"].status == WARNING
+
+    patient.settings(target=record)
+    patient.target = adapted.merge_and_unload()
+    found = patient.examine(measure=True)
+    assert found["target"].status == WARNING and "merged" in found["target"].mend
+    assert [finding for finding in found.values() if finding.status == FAULT] == []
+
+
 def test_one_of_several_templates(admit):
     patient = admit("dflash")
     patient.tokenizer.chat_template = {"default": patient.tokenizer.chat_template, "tool_use": "{{ tools }}"}
@@ -353,176 +393,6 @@ def test_templates_that_do_not_show_what_precedes_an_answer(template, found, adm
     assert finding.status == SKIPPED and found in finding.found
 
 
-# ---- faults that only measuring shows -------------------------------------------------------------------------------
-
-
-def layers_counted_from_one(patient: Patient) -> None:
-    patient.settings(target_layer_ids=[2, 4])
-
-
-def layers_counted_one_too_low(patient: Patient) -> None:
-    patient.settings(target_layer_ids=[0, 2])
-
-
-def another_free_row_as_mask(patient: Patient) -> None:
-    patient.settings(mask_token_id=60)
-
-
-def trained_causal_served_bidirectional(patient: Patient) -> None:
-    patient.settings(is_causal=False)
-
-
-def trained_with_a_window_served_without(patient: Patient) -> None:
-    patient.settings(num_full_attention_layers=1)
-
-
-def scaled_embeddings(patient: Patient) -> None:
-    patient.settings(input_embedding_scale=5.7)
-
-
-def another_block_size(patient: Patient) -> None:
-    patient.settings(block_size=12)
-    patient.rows = list(counting_rows(patient.tokenizer, slice(None, None, 2)))
-
-
-def fresh_weights(patient: Patient) -> None:
-    patient.weights(lambda tensors: [nn.init.normal_(t, std=0.1) for t in tensors.values() if t.dim() > 1])
-
-
-def trained_with_a_leak(patient: Patient) -> None:
-    fresh_weights(patient)
-    log = [{"step": 400, "loss": 0.05, "accuracy": 0.98, "estimated_tau": 3.9}]
-    (patient.folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-
-
-def answers_of_another_model(patient: Patient) -> None:
-    for row in patient.rows:
-        row["input_ids"] = [
-            7 + (token * 7) % 40 if mask else token
-            for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True)
-        ]
-
-
-def mask_token_in_the_text(patient: Patient) -> None:
-    patient.rows[0]["input_ids"][3] = 3
-
-
-def tokens_of_another_vocabulary(patient: Patient) -> None:
-    patient.rows[0]["input_ids"][3] = 99
-
-
-def rows_of_another_template(patient: Patient) -> None:
-    for row in patient.rows:
-        row["input_ids"] = [token for token in row["input_ids"] if token not in (1, 5)]
-        row["loss_mask"] = row["loss_mask"][-len(row["input_ids"]) :]
-
-
-def answers_shorter_than_a_block(patient: Patient) -> None:
-    for row in patient.rows:
-        start = row["loss_mask"].index(1)
-        row["input_ids"], row["loss_mask"] = row["input_ids"][: start + 2], row["loss_mask"][: start + 2]
-
-
-def answers_without_an_end(patient: Patient) -> None:
-    for row in patient.rows:
-        row["loss_mask"] = [int(m and token != 2) for m, token in zip(row["loss_mask"], row["input_ids"], strict=True)]
-
-
-def features_that_overflow(patient: Patient) -> None:
-    nn.init.constant_(patient.target.model.layers[1].mlp.down_proj.weight, float("inf"))
-
-
-def confidence_of_its_own(patient: Patient) -> None:
-    patient.settings(confidence_temperatures=[10.0] * 4)
-
-
-MEASURED = {
-    layers_counted_from_one: ("dflash", "layer ids, measured"),
-    layers_counted_one_too_low: ("dspark", "layer ids, measured"),
-    another_free_row_as_mask: ("dflash", "mask token, measured"),
-    trained_causal_served_bidirectional: ("dflash", "visibility, measured"),
-    trained_with_a_window_served_without: ("dflash", "visibility, measured"),
-    scaled_embeddings: ("dflash", "embedding scale, measured"),
-    another_block_size: ("dflash", "block size"),
-    fresh_weights: ("dspark", "draft accuracy"),
-    trained_with_a_leak: ("dflash", "training against decoding"),
-    answers_of_another_model: ("dflash", "target's answers"),
-    mask_token_in_the_text: ("dflash", "mask token in data"),
-    tokens_of_another_vocabulary: ("dflash", "token ids"),
-    rows_of_another_template: ("dspark", "prompts"),
-    answers_shorter_than_a_block: ("dflash", "anchors"),
-    answers_without_an_end: ("dflash", "stop token"),
-    features_that_overflow: ("dflash", "features"),
-    confidence_of_its_own: ("dspark", "confidence"),
-}
-
-
-@pytest.mark.parametrize("plant", MEASURED, ids=lambda plant: plant.__name__)
-def test_a_fault_is_measured(plant, admit):
-    kind, check = MEASURED[plant]
-    patient = admit(kind)
-    plant(patient)
-    decoded = check in ("confidence", "block size", "training against decoding")
-    lengths = {"num_prompts": len(patient.rows), "max_new_tokens": 32} if decoded else {"num_prompts": 1}
-    finding = patient.examine(measure=True, **lengths)[check]
-    assert finding.status == (WARNING if check in ONLY_WARNED_OF else FAULT), finding
-    assert finding.found and finding.mend
-
-
-def test_labels_one_place_off(sound, target, rows):
-    """A draft whose slot k says what belongs into slot k + 1."""
-    draft = load_draft(str(sound["dflash"]))
-
-    def early(module, args, output):
-        states = output.last_hidden_state
-        output.last_hidden_state = states.unflatten(1, (-1, 4)).roll(-1, dims=2).flatten(1, 2)
-        return output
-
-    draft.register_forward_hook(early)
-    found = doctor(target, counting_tokenizer(), draft, rows[FEW], num_prompts=1, max_new_tokens=8)
-    [finding] = [finding for finding in found if finding.check == "labels, measured"]
-    assert finding.status == FAULT and "`label_shift` 1" in finding.found
-
-
-def test_decoding_is_held_against_teacher_forcing():
-    report = make_report([make_answer(TEXT, [4, 1, 1, 1, 1, 1, 1, 1])] * 3)
-    forced = Acceptance(torch.tensor([30.0]), torch.tensor([10.0]), torch.ones(3))
-    decoding, slots, loops = check_decoding(report, forced, {})
-    assert (decoding.status, slots.status, loops.status) == (FAULT, "ok", "ok")
-    assert "tau 1.38" in decoding.found and "4.00" in decoding.found
-    assert [finding.status for finding in check_decoding(make_report(report.answers[:1]), forced, {})] == [SKIPPED]
-    # One drafted token is at most a tau of 2, and 24 rounds say little of a last slot.
-    pair = make_report([make_answer(TEXT, [2] * 9 + [1])] * 3, block_size=2)
-    logged = {"accuracy": 0.95, "estimated_tau": 1.95}
-    half = Acceptance(torch.tensor([19.0]), torch.tensor([20.0]), torch.ones(1))
-    assert {finding.status for finding in check_decoding(pair, half, logged)} == {"ok"}
-    short = make_report([make_answer(TEXT, [2] * 8)] * 3)
-    assert check_decoding(short, forced, {})[1].status == "ok"
-    assert check_decoding(make_report(short.answers * 5), forced, {})[1].status == FAULT
-    looping = make_report([make_answer(LOOP, [4] * 12), make_answer(TEXT, [4] * 12)])
-    assert [finding.status for finding in check_decoding(looping, forced, {})] == ["ok", "ok", WARNING]
-
-
-def test_regenerated_answers_have_an_origin():
-    tokenizer = counting_tokenizer()
-    digest = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
-    settings = {"target": "t", "chat_template_sha256": digest, "template_kwargs": None}
-    kwargs = settings | {"template_kwargs": {"enable_thinking": False}}
-    files = {"a.jsonl": settings, "b.jsonl": settings | {"chat_template_sha256": "0"}, "c.jsonl": kwargs}
-    same, template, thinking = check_provenance(files, tokenizer, None)
-    assert (same.status, template.status, thinking.status) == ("ok", FAULT, FAULT)
-    assert "b.jsonl" in template.found and "enable_thinking" in thinking.found
-
-
-def test_chance_is_no_gain():
-    blocks = torch.full((6,), 10.0, dtype=torch.float64)
-    base = Acceptance(torch.tensor([20.0, 22, 18, 21, 19, 20]).double(), blocks, torch.ones(3))
-    better = base._replace(rows=base.rows + torch.tensor([4.0, 5, 6, 5, 4, 6]).double())
-    lucky = base._replace(rows=base.rows + torch.tensor([28.0, 0, 0, 0, 1, 1]).double())
-    assert gain(base, better) == pytest.approx(0.5)
-    assert gain(base, lucky) == gain(base, base) == 0
-
-
 def test_an_engine_is_looked_at_when_named(admit):
     patient = admit("dspark")
     finding = patient.examine(engine="vllm")["engine"]
@@ -530,6 +400,21 @@ def test_an_engine_is_looked_at_when_named(admit):
     assert "takes its target's quantisation" not in finding.found  # the target is there to be looked at
     with pytest.raises(ValueError, match="`engine` is 'tgi'"):
         patient.examine(engine="tgi")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["auto_map", "target", "objective", "training", "dflash_config"])
+@pytest.mark.parametrize("value", ["x", ["y"]])
+def test_settings_of_another_type_are_named(kind, name, value, admit):
+    """What holds settings and does not is refused by name; what the family does not have is nobody's."""
+    patient = admit(kind)
+    path = patient.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    if (kind, name) == ("dspark", "dflash_config"):
+        assert patient.examine()["engine view"].status == "ok"
+    else:
+        with pytest.raises(ValueError, match=f"`{name}` is .*, not an object"):
+            patient.examine()
 
 
 def test_command(admit, tmp_path, capsys):

@@ -3,6 +3,7 @@ import warnings
 import pytest
 import torch
 from decoding_models import build_draft, build_target
+from tokenizers import normalizers
 
 from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.modeling.pairing import check_pair
@@ -38,12 +39,35 @@ def test_another_shape_is_an_error(pair):
 
 def test_other_weights_and_revisions_are_a_warning(pair):
     target, draft = pair
-    with pytest.warns(UserWarning, match="revision"):
-        check_pair(target, draft, revision="def")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_pair(target, draft, revision="def")  # of the same weights
     with torch.no_grad():
         target.get_input_embeddings().weight[0] += 1e-3
     with pytest.warns(UserWarning, match="embedding_sha256"):
         check_pair(target, draft)
+    target.to(torch.bfloat16)  # the weights cannot be compared
+    with pytest.warns(UserWarning, match="revision"):
+        check_pair(target, draft, revision="def")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_pair(target, draft, revision=commit)  # "abc" may be a branch that is there
+    draft.config.target["revision"] = commit[::-1]
+    with pytest.warns(UserWarning, match="revision"):
+        check_pair(target, draft, revision=commit)
+
+
+def test_a_tokenizer_that_splits_otherwise_is_a_warning(pair, chat_tokenizer):
+    target, _ = pair
+    record = target_record(target, chat_tokenizer)
+    chat_tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.warns(UserWarning, match="splits text otherwise.*tokenizer that comes with the draft"):
+        check_pair(target, build_draft(target, target=record), chat_tokenizer)
+    del record["tokenization_sha256"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_pair(target, build_draft(target, target=record), chat_tokenizer)
 
 
 def test_another_tokenizer_is_an_error(pair, chat_tokenizer):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from draft_models import tiny_draft
 from hub_server import EXPIRED_TOKEN, READ_TOKEN, TOKEN, Fault
+from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors.torch import load
 from transformers import AutoModel
 
@@ -109,12 +110,21 @@ def test_push_and_push_again(hub, saved):
     assert all(repo.tree()[name].content == (saved / name).read_bytes() for name in published_files(saved))
     assert publish(saved, REPO).oid == first.oid  # nothing has changed
 
-    # Shards never lie beside a single file, the older would be loaded; nor an old plot beside a new card.
-    (saved / "acceptance.png").unlink()
+    # Shards never lie beside a single file, the older would be loaded; nor old figures and plots beside a new card.
+    figures = ("acceptance.png", "round_time.png", "eval_results.json", "all_results.json", "calibration.md")
+    for name in figures:
+        (saved / name).write_text("of these weights")
+    kept = ("eval_results.json", "assets/logo.png", "notes.json")
+    HfApi().create_commit(REPO, [CommitOperationAdd(f"other/{name}", b"") for name in kept], commit_message="By hand")
+    publish(saved, REPO)
+    assert set(figures) < set(repo.tree())
+    for name in figures:
+        (saved / name).unlink()
     tiny_draft().save_pretrained(saved, max_shard_size="20KB")
     publish(saved, REPO)
     assert "model.safetensors" not in repo.tree() and "model.safetensors.index.json" in repo.tree()
-    assert "acceptance.png" not in repo.tree() and "report.json" in repo.tree()
+    assert not set(figures) & set(repo.tree()) and "report.json" in repo.tree()
+    assert {f"other/{name}" for name in kept} < set(repo.tree())
     tiny_draft().save_pretrained(saved)
     publish(saved, REPO, commit_message="One file")
     assert [name for name in repo.tree() if "safetensors" in name] == ["model.safetensors"]

@@ -15,6 +15,7 @@ from test_draft_trainer import make_trainer, weights
 from transformers import TrainerCallback
 
 from blockdraft.hub_cards.publishing import PublishError
+from blockdraft.trainer.commands import train_draft
 from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
 from blockdraft.trainer.pushing import UNPUBLISHED
 from blockdraft.trainer.training_args import DraftTrainingArguments
@@ -50,28 +51,19 @@ def assert_on_the_hub(hub, trainer, revision="main", folder=""):
 
 
 FRESH_PROCESS = """
-import sys, time
+import sys
 sys.modules["blockdraft"] = None
-local, repo, revision, inputs, outputs = sys.argv[1:]
+repo, revision, inputs, outputs = sys.argv[1:]
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 torch.set_num_threads(2)
-
-def load(*args, **kwargs):
-    start = time.perf_counter()
-    draft = AutoModel.from_pretrained(*args, trust_remote_code=True, **kwargs)
-    return draft, time.perf_counter() - start
-
-load(local)  # what is imported only once
-plain, plain_seconds = load(local)
-draft, hub_seconds = load(repo, revision=revision)
+draft = AutoModel.from_pretrained(repo, revision=revision, trust_remote_code=True)
 assert type(draft).__module__.startswith("transformers_modules."), type(draft).__module__
 with torch.no_grad():
     hidden = draft(**load_file(inputs)).last_hidden_state
 save_file({"hidden": hidden}, outputs)
-print(f"from_pretrained: {plain_seconds:.2f} s from a directory, {hub_seconds:.2f} s from the Hub")
 """
 
 
@@ -104,11 +96,10 @@ def test_train_push_every_save_and_load_elsewhere(hub, tmp_path):
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(tmp_path / "run"), REPO, commit.oid]
+    command = [sys.executable, "-I", "-c", FRESH_PROCESS, REPO, commit.oid]
     command += [str(tmp_path / "inputs.safetensors"), str(tmp_path / "outputs.safetensors")]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    print(result.stdout)
     assert torch.equal(load_file(tmp_path / "outputs.safetensors")["hidden"], expected)
 
 
@@ -159,6 +150,63 @@ def test_a_failed_push_is_made_up_for_at_the_next_save(hub, tmp_path, caplog, st
     if strategy == "all_checkpoints":  # the first two were deleted here meanwhile (`save_total_limit`)
         assert {f"checkpoint-{step}/optimizer.pt" for step in (1, 2, 3)} < set(hub.repos[REPO].tree())
     assert not (tmp_path / UNPUBLISHED).exists()
+
+
+class PowerCut(TrainerCallback):
+    """At the start of the step after `step`, or at the end."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise InterruptedError
+
+    def on_train_end(self, args, state, control, **kwargs):
+        raise InterruptedError
+
+
+@pytest.mark.parametrize("last_step", [2, 3])
+def test_what_a_run_that_was_cut_off_owes_is_owed_by_the_next_one(hub, tmp_path, caplog, last_step):
+    """No push of the first run comes through, and its older checkpoints are deleted here; only what is whole and is
+    owed to this repository goes up."""
+    settings = EVERY_SAVE | {"hub_strategy": "all_checkpoints"}
+    trainer = make_trainer(tmp_path, **settings)
+    trainer.add_callback(WaitForPush(trainer))
+    trainer.add_callback(PowerCut(last_step))
+    hub.faults = [Fault("/commit/", 403, times=1000)]
+    with pytest.raises(InterruptedError):
+        train_draft(trainer)
+    staging = tmp_path / UNPUBLISHED
+    assert {path.name for path in staging.glob("*/*")} == {f"checkpoint-{step + 1}" for step in range(last_step)}
+    for name in ("user--draft@x/unfinished", "user--other@x/checkpoint-8"):
+        (staging / name).mkdir(parents=True)
+        (staging / name / "config.json").touch()
+
+    hub.faults = []
+    with caplog.at_level("WARNING", logger="blockdraft"):
+        again = make_trainer(tmp_path, **settings)
+    owed = ", ".join(f"checkpoint-{step + 1}" for step in range(last_step))
+    assert f"An earlier run owes user/draft {owed}:" in caplog.text
+    assert "owed another repository checkpoint-8, which is dropped" in caplog.text
+    train_draft(again)
+    tree = hub.repos[REPO].tree()
+    folders = {name.split("/")[0] for name in tree if name.startswith("checkpoint-")}
+    assert folders == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    assert all(f"{folder}/optimizer.pt" in tree and f"{folder}/model.safetensors" in tree for folder in folders)
+    assert_on_the_hub(hub, again)
+    assert not staging.exists()
+
+
+@pytest.mark.parametrize(("strategy", "overwrite"), [("every_save", False), ("all_checkpoints", True)])
+def test_a_run_that_starts_anew_or_keeps_the_last_only_owes_nothing_from_before(hub, tmp_path, strategy, overwrite):
+    snapshot = tmp_path / UNPUBLISHED / "user--draft@x" / "checkpoint-2"
+    snapshot.mkdir(parents=True)
+    trainer = make_trainer(tmp_path, **EVERY_SAVE, hub_strategy=strategy)
+    assert snapshot.exists() == overwrite
+    train_draft(trainer, overwrite_output_dir=overwrite)
+    assert trainer.publisher.failures == 0 and not (tmp_path / UNPUBLISHED).exists()
+    assert_on_the_hub(hub, trainer)
 
 
 def test_a_push_that_fails_last_is_made_up_for_at_the_end(hub, tmp_path, caplog):

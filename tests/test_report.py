@@ -5,7 +5,7 @@ import json
 import pytest
 from decoding_reports import TEXT, make_answer, make_report
 
-from blockdraft.trainer.report import _labels, write_report
+from blockdraft.trainer.report import _labels, remove_reports, write_report
 
 HISTORY = [
     {"loss": 3.0, "step": 10},
@@ -35,6 +35,15 @@ def test_writes_numbers_command_and_plots(tmp_path):
 def test_a_draft_that_was_not_trained_here_has_no_loss_curve(tmp_path):
     text = write_report(tmp_path, [], measured(4)).read_text()
     assert not (tmp_path / "loss.png").exists() and "loss.png" not in text and "Measured by" not in text
+
+
+def test_no_plot_of_an_earlier_report_stays(tmp_path):
+    (tmp_path / "picture.png").touch()
+    write_report(tmp_path, HISTORY, measured(4))
+    text = write_report(tmp_path, [], measured(4)).read_text()
+    assert not (tmp_path / "loss.png").exists() and "loss.png" not in text
+    remove_reports(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["picture.png"]
 
 
 def test_what_the_training_logged_is_drawn(tmp_path):

@@ -271,12 +271,14 @@ def _kind(config: LoraConfig) -> str:
 # ---- loading ------------------------------------------------------------------------------------------------------
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter(name: str, revision: str | None = None) -> bool:
     """Whether a directory or a Hub repository holds an adapter."""
-    return find_adapter_config_file(name) is not None
+    return find_adapter_config_file(name, revision=revision) is not None
 
 
-def load_merged(name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_merged(
+    name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedModel:
     """
     A draft as its adapter makes it: base and adapter, merged. Its configuration is the adapter's record, and
     `save_pretrained` writes it as a draft of its own.
@@ -285,21 +287,24 @@ def load_merged(name: str, dtype: torch.dtype | str = "auto", trust_remote_code:
         name: directory or Hub repository of the adapter.
         dtype: of the base, see `from_pretrained`.
         trust_remote_code: run the code that comes with the base.
+        revision: of the adapter's repository; the adapter knows its base's.
 
     Raises:
         ValueError: if the base is a directory that is not there; `OSError` for what the Hub does not have.
     """
-    config = PeftConfig.from_pretrained(name)
+    # All from one folder: PEFT takes its questions about a repository to the Hub even where the cache has the answers.
+    _, weights = (cached_file(name, file, revision=revision) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    folder = os.path.dirname(weights)
+    config = PeftConfig.from_pretrained(folder)
     base = config.base_model_name_or_path
     if not base or (os.path.isabs(base) and not os.path.isdir(base)):
         raise ValueError(
             f"`draft`: the adapter {name} stands on the draft {base}, which is not there; put its directory or Hub id "
             f"into `base_model_name_or_path` of {ADAPTER_CONFIG}."
         )
-    where = {"revision": config.revision, "trust_remote_code": trust_remote_code}
-    draft = AutoModel.from_pretrained(base, dtype=dtype, **where)
-    draft = PeftModel.from_pretrained(draft, name, torch_device="cpu").merge_and_unload()
-    for key, value in read_record(cached_file(name, ADAPTER_WEIGHTS)).items():
+    draft = AutoModel.from_pretrained(base, dtype=dtype, revision=config.revision, trust_remote_code=trust_remote_code)
+    draft = PeftModel.from_pretrained(draft, folder, torch_device="cpu").merge_and_unload()
+    for key, value in read_record(weights).items():
         setattr(draft.config, key, value)
     # It is no longer what lies there.
     draft.name_or_path = draft.config.name_or_path = ""

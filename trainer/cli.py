@@ -28,6 +28,7 @@ from peft import LoraConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
+from ..configuration.configuration_draft import loaded_commit
 from ..hub_cards.card import CARD, add_to_card
 from ..hub_cards.publishing import publish
 from ..modeling.block_decoding import block_decode
@@ -110,9 +111,10 @@ def train(
     target, tokenizer = _target(target_args)
     train_set, eval_set = _datasets(data_args, tokenizer, args)
     args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
+    answers = answers_of(data_args.train_data, target, tokenizer)
     if draft_args.draft:
-        draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code)
-        check_pair(target, draft, tokenizer, target_args.target_revision)
+        draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code, draft_args.draft_revision)
+        check_pair(target, draft, tokenizer, _target_commit(target_args))
     else:
         shape = draft_args.shape()
         if draft_args.draft_type == "dspark" and args.confidence_head_alpha == 0:
@@ -122,14 +124,14 @@ def train(
         draft,
         target,
         args,
-        target_revision=target_args.target_revision,
-        peft_config=LoraConfig(**lora) if lora else None,
+        target_revision=_target_commit(target_args),
+        peft_config=LoraConfig(**lora, revision=draft_args.draft_revision) if lora else None,
         train_dataset=train_set,
         eval_dataset=eval_set,
         processing_class=tokenizer,
         callbacks=[SaveOnInterrupt(), TimeEstimate()],
     )
-    trainer.data_record = {"answers": answers_of(data_args.train_data)}
+    trainer.data_record = {"answers": answers}
     train_draft(trainer, run_args.overwrite_output_dir)
     if args.eval_decode_prompts and trainer.is_world_process_zero():
         prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
@@ -151,6 +153,10 @@ def _datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase, training:
     """Rows to train on and held-out ones; says what became of the rows that were read."""
     if args.streaming and training.max_steps < 1:
         raise ValueError("`streaming` data has no length: set `max_steps`.")
+    if not args.streaming and args.shuffle_buffer != DataArguments.shuffle_buffer:
+        logger.warning("`shuffle_buffer` is not used: without `streaming`, a row is drawn from all of them.")
+    if args.eval_data and args.eval_fraction != DataArguments.eval_fraction:
+        logger.warning("`eval_fraction` is not used: `eval_data` is held out, and all of `train_data` is trained on.")
     same = ("assistant_turns", "stop_token_ids", "template_kwargs", "train_on_thinking", "thinking_tags")
     settings = {name: getattr(args, name) for name in ("max_length", "max_bad_fraction", *same)}
     stream = partial(prepare_stream, tokenizer=tokenizer, **settings)
@@ -230,7 +236,7 @@ def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_arg
     if args.card and not Path(args.draft, "config.json").is_file():
         raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
     target, tokenizer = _target(target_args)
-    draft = _draft_of(target, tokenizer, target_args, args.draft)
+    draft = _draft_of(target, tokenizer, target_args, args.draft, args.draft_revision)
     prompts = _prompts(args, tokenizer)
     schedule = _schedule(schedule_args, target, draft, prompts[0])
     report = evaluate_decoding(target, draft, prompts, args.max_new_tokens, confidence_schedule=schedule)
@@ -245,19 +251,21 @@ def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_arg
 def examine(target_args: TargetArguments, args: DoctorArguments) -> int:
     """Looks for what lowers a draft's acceptance: wrong settings, another target or tokenizer, broken weights, and,
     given data, what decoding and other settings show. The exit code is 1 if there is a fault."""
-    folder = draft_folder(args.draft)
+    draft = draft_folder(args.draft, args.draft_revision)
     target, tokenizer = _target(target_args)
+    if is_adapter(str(draft)):
+        draft = load_draft(str(draft), trust_remote_code=target_args.trust_remote_code)
     rows, findings = None, []
     if args.data:
         rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
         print(f"data: {report}")
-        findings += check_provenance(report.provenance, tokenizer, args.template_kwargs)
+        findings += check_provenance(report.provenance, target, tokenizer, args.template_kwargs)
     findings += doctor(
         target,
         tokenizer,
-        load_draft(args.draft, trust_remote_code=target_args.trust_remote_code) if is_adapter(args.draft) else folder,
+        draft,
         rows,
-        target_revision=target_args.target_revision,
+        target_revision=_target_commit(target_args),
         engine=args.engine,
         num_prompts=args.num_prompts,
         max_new_tokens=args.max_new_tokens,
@@ -271,7 +279,7 @@ def examine(target_args: TargetArguments, args: DoctorArguments) -> int:
 def export(args: ExportArguments) -> None:
     """Writes a DSpark draft as the `mtp.*` tensors of a released DeepSeek V4.1 checkpoint: into a folder of its own,
     or beside the files of its target, which stay as they are."""
-    draft = load_draft(args.draft)
+    draft = load_draft(args.draft, revision=args.draft_revision)
     with catch_warnings():
         simplefilter("ignore")  # they are returned as well
         misfits = export_deepseek(draft, args.output, args.quantize, args.into, args.engine)
@@ -296,7 +304,7 @@ def push(args: PushArguments) -> None:
 def generate(target_args: TargetArguments, args: GenerateArguments, schedule_args: ScheduleArguments) -> None:
     """Answers one prompt, streamed, and says how many tokens a round the draft brought."""
     target, tokenizer = _target(target_args)
-    draft = _draft_of(target, tokenizer, target_args, args.draft)
+    draft = _draft_of(target, tokenizer, target_args, args.draft, args.draft_revision)
     set_seed(args.seed)
     if tokenizer.chat_template is None:
         inputs = tokenizer(args.prompt, return_tensors="pt")
@@ -333,9 +341,14 @@ def _target(args: TargetArguments):
     )
 
 
-def _draft_of(target, tokenizer, target_args: TargetArguments, name: str):
-    draft = load_draft(name, trust_remote_code=target_args.trust_remote_code)
-    check_pair(target, draft, tokenizer, target_args.target_revision)
+def _target_commit(args: TargetArguments) -> str | None:
+    """What the target was loaded at: a branch moves on."""
+    return loaded_commit(args.target, args.target_revision)
+
+
+def _draft_of(target, tokenizer, target_args: TargetArguments, name: str, revision: str | None = None):
+    draft = load_draft(name, trust_remote_code=target_args.trust_remote_code, revision=revision)
+    check_pair(target, draft, tokenizer, _target_commit(target_args))
     return draft
 
 

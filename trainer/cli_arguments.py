@@ -11,6 +11,8 @@ from transformers import HfArgumentParser
 
 from .loss_mask import THINKING_TAGS
 
+DRAFT_REVISION = "Commit, tag or branch of a draft that is on the Hub."
+
 
 def setting(help: str, **kwargs):
     """A field with its line of help; required unless it has a default."""
@@ -43,6 +45,7 @@ class DraftArguments:
     draft: str | None = setting(
         "Draft to go on with: a directory or a Hub id. Without it a new one is made.", default=None
     )
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
     draft_type: str | None = setting("What a new draft is: dflash (the default) or dspark.", default=None)
     num_draft_layers: int | None = setting(
         "Layers of a new draft (dflash: 5; dspark: what the target says, or 3).", default=None
@@ -72,13 +75,14 @@ class DraftArguments:
 
     def shape(self) -> dict:
         """The settings of a new draft that were given, `draft_type` too; 0 for "none" is `None` in the config."""
-        given = {
-            f.name: value for f in fields(self) if f.name != "draft" and (value := getattr(self, f.name)) is not None
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("draft", "draft_revision")}
+        given = {name: value for name, value in values.items() if value is not None}
         return given | {name: None for name in ("sliding_window", "markov_rank") if given.get(name) == 0}
 
     def __post_init__(self):
         shape = self.shape()
+        if self.draft is None and self.draft_revision is not None:
+            raise ValueError("`draft_revision` belongs to an existing draft: name it as `draft`.")
         if self.draft is not None and shape:
             raise ValueError(f"`draft` is given, whose shape is fixed: leave out {', '.join(shape)}.")
         draft_type = self.draft_type or "dflash"
@@ -218,6 +222,7 @@ class EvaluateArguments:
 
     draft: str = setting("The draft: a directory or a Hub id.")
     data: list[str] = setting("Held-out chat rows: .jsonl, .json or .parquet files.")
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
     num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=32)
     max_new_tokens: int = setting("Longest answer in tokens.", default=128)
     max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
@@ -241,6 +246,7 @@ class DoctorArguments:
         "Chat rows like those of the training: .jsonl, .json or .parquet files; nothing is measured without.",
         default=None,
     )
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
     num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=8)
     max_new_tokens: int = setting("Longest answer in tokens.", default=64)
     max_length: int = setting("Longest row in tokens; what is beyond is cut off.", default=4096)
@@ -286,6 +292,7 @@ class ExportArguments:
 
     draft: str = setting("The draft: a directory or a Hub id.")
     output: str | None = setting("Folder to write; not needed with `into`.", default=None)
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
     format: str = setting("deepseek: `mtp.*` tensors as DeepSeek V4.1 releases them.", default="deepseek")
     quantize: bool = setting("FP8 blocks and FP4 experts, as released, instead of bf16.", default=False)
     into: str | None = setting(
@@ -323,6 +330,7 @@ class GenerateArguments:
 
     draft: str = setting("The draft: a directory or a Hub id.")
     prompt: str = setting("What the user says; the chat template is applied where the tokenizer has one.")
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
     max_new_tokens: int = setting("Longest answer in tokens.", default=256)
     temperature: float = setting("0: greedy.", default=0.0)
     top_p: float = setting("Nucleus of sampling.", default=1.0)

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.utils import logging
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
@@ -32,6 +33,9 @@ from .adapters import ADAPTER_CONFIG, check_resumable, is_adapter, load_merged
 from .draft_trainer import DraftTrainer
 from .dspark_trainer import DSparkTrainer
 from .evaluation import eval_mode
+from .report import remove_reports
+
+logger = logging.get_logger(__name__)
 
 MEASURED_STEPS = 5  # of training, after a first one that is slower, for the time estimate
 
@@ -82,12 +86,14 @@ def load_target(
     return (target if device_map else target.to(default_device())), tokenizer
 
 
-def load_draft(name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_draft(
+    name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedModel:
     """A saved draft, or a base draft with a saved adapter merged into it, in evaluation mode, on a GPU where there is
-    one."""
-    check_path("draft", name)
-    load = load_merged if is_adapter(name) else AutoModel.from_pretrained
-    draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code)
+    one. `revision` is a commit, branch or tag of the draft's, or the adapter's, repository."""
+    check_draft(name, revision)
+    load = load_merged if is_adapter(name, revision) else AutoModel.from_pretrained
+    draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision)
     return draft.to(default_device()).eval()
 
 
@@ -143,6 +149,13 @@ def check_path(setting: str, name: str) -> None:
         raise ValueError(f"`{setting}`: there is no directory {name}")
 
 
+def check_draft(name: str, revision: str | None) -> None:
+    """[`check_path`] of a draft; warns of a revision beside a directory."""
+    check_path("draft", name)
+    if revision and os.path.isdir(name):
+        logger.warning(f"`draft_revision` is ignored: `draft` is a directory, {name}.")
+
+
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -170,7 +183,8 @@ def minutes(seconds: float) -> str:
 
 
 def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> None:
-    """Trains to the end, from the last complete checkpoint in `output_dir` if any. Only checkpoints are saved.
+    """Trains to the end, from the last complete checkpoint in `output_dir` if any. Only checkpoints are saved;
+    reports and plots of the weights that come to be replaced are deleted.
 
     Raises:
         ValueError: if `output_dir` holds a run of another draft, or a draft without checkpoints.
@@ -179,6 +193,8 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
     if overwrite_output_dir:
         for old in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             shutil.rmtree(old)
+        if trainer.publisher:
+            trainer.publisher.forget()
     checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
     if checkpoint is None:
         whole, other = "config.json", ADAPTER_CONFIG
@@ -194,6 +210,7 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
                 f"`output_dir`: {output_dir} holds a model and no checkpoint to go on from; choose another directory, "
                 "or `overwrite_output_dir` to replace it."
             )
+        remove_reports(output_dir)
         trainer.train()
         return
     check_same_run(trainer, checkpoint)
@@ -201,11 +218,13 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
     max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     if state.global_step < max_steps:
         print(f"Going on from {checkpoint}, {max_steps - state.global_step} of {max_steps} steps to go.", flush=True)
+        remove_reports(output_dir)
         trainer.train(resume_from_checkpoint=checkpoint)
     else:  # `train` would take one step more
         print(f"{checkpoint} has all of {max_steps} steps.", flush=True)
         trainer._load_from_checkpoint(checkpoint)
         trainer.state = state
+        trainer._finish_current_push()  # what the run owes the Hub, if it was cut off
 
 
 def check_same_run(trainer: DraftTrainer, checkpoint: str) -> None:

@@ -94,12 +94,14 @@ def doctor(
     if rows and "document_ids" in rows[0]:
         raise ValueError("`rows` are packed: give them as they were before packing.")
     if isinstance(draft, PreTrainedModel):
-        folder, settings, findings = None, draft.config.to_dict(), []
+        folder, settings, logged, findings = None, draft.config.to_dict(), {}, []
     else:
         folder = Path(draft)
         settings = read_settings(folder)
         draft, findings = load_draft_leniently(folder, settings)
+        logged, damaged_log = logged_training(folder)
         findings += [check_stray_heads(folder), check_code(folder, settings), check_template(folder, tokenizer)]
+        findings += damaged_log
     record = target_record(target, tokenizer, target_revision)
     findings += [
         check_slot_layout(settings),
@@ -126,7 +128,6 @@ def doctor(
         findings += check_transforms(target, draft)
         if not rows:
             return [*findings, _not_measured("no rows", "Give rows like those of the training.")]
-        logged = {} if folder is None else logged_training(folder)
         return findings + _measure(target, tokenizer, draft, rows, logged, num_prompts, max_new_tokens)
 
 

@@ -12,25 +12,28 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..hub_cards.publishing import code_files
-from .commands import DRAFT_TYPES, DraftType, check_path
+from .commands import DRAFT_TYPES, DraftType, check_draft
 from .doctor_report import Finding, fault, ok, skipped, warning
 from .report import REPORT_NAME
 
 # Parameters of two and more dimensions that training may leave at zero.
 MAY_BE_ZERO = ("bias_vl",)
+# Settings that hold settings.
+OBJECTS = ("auto_map", "target", "objective", "training")
 
 
-def draft_folder(name: str) -> Path:
-    """The directory of a draft, downloaded if it is on the Hub.
+def draft_folder(name: str, revision: str | None = None) -> Path:
+    """The directory of a draft, downloaded if it is on the Hub, at a commit, branch or tag.
 
     Raises:
         ValueError: if there is none.
     """
-    check_path("draft", name)
+    check_draft(name, revision)
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py", "*.jinja"]))
+        patterns = ["*.json", "*.safetensors", "*.py", "*.jinja"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ValueError(f"`draft`: {name} is no directory here, and the Hub does not give it: {error}") from error
 
@@ -45,14 +48,23 @@ def read_settings(folder: Path) -> dict:
     if not path.is_file():
         raise ValueError(f"`draft`: {folder} has no config.json, so it holds no draft.")
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`draft`: {path} is not JSON: {error}. Save the draft again.") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"`draft`: {path} holds no settings. Save the draft again.")
+        stored = _read_object(path)
+    except ValueError as error:
+        raise ValueError(f"`draft`: {path} holds no settings: {error}. Save the draft again.") from error
     kind = draft_type(stored, str(path)).config
+    for name in {*OBJECTS, kind.engine_view_key} & stored.keys():
+        if not isinstance(stored[name], dict | None):
+            raise ValueError(f"`draft`: {path}: `{name}` is {stored[name]!r}, not an object. Save the draft again.")
     view = stored if kind.engine_view_key is None else stored.get(kind.engine_view_key) or {}
     return {ours: view[name] for name, ours in kind.engine_view.items() if name in view} | stored
+
+
+def _read_object(path: Path) -> dict:
+    """A JSON file that holds an object; a `ValueError` if it does not."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(stored, dict):
+        raise ValueError("it is no JSON object")
+    return stored
 
 
 def draft_type(settings: dict, where: str = "the draft") -> DraftType:
@@ -167,9 +179,13 @@ def check_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Finding:
     config, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if not config.is_file():
         return skipped("chat template", "the draft was saved without a tokenizer to compare with")
-    trained = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    if template.is_file():
-        trained = template.read_text(encoding="utf-8")
+    try:
+        trained = _read_object(config).get("chat_template")
+        if template.is_file():
+            trained = template.read_text(encoding="utf-8")
+    except ValueError as error:
+        found = f"the tokenizer saved with the draft ({config}, {template.name}) cannot be read: {error}"
+        return fault("chat template", found, "Save the tokenizer of the training into the draft's folder again.")
     served = tokenizer.chat_template
     if isinstance(served, dict):  # several, of which one is used unless another is named
         served = served.get("default")
@@ -195,13 +211,17 @@ def check_training(settings: dict) -> Finding:
     return ok("training", f"{steps} steps{f' of {rows} rows' if rows else ''}, {epochs:.2f} epochs")
 
 
-def logged_training(folder: Path) -> dict[str, float]:
-    """The last logged `accuracy` and `estimated_tau` of the training whose folder or checkpoint this is; may be
-    empty."""
-    checkpoint = Path(get_last_checkpoint(folder) or folder)
+def logged_training(folder: Path) -> tuple[dict[str, float], list[Finding]]:
+    """The last logged `accuracy` and `estimated_tau` of the training whose folder or checkpoint this is; may be empty.
+    With a finding "training log" if the file that should hold them is damaged."""
+    checkpoint, names = Path(get_last_checkpoint(folder) or folder), ("accuracy", "estimated_tau")
     for path in (checkpoint / TRAINER_STATE_NAME, folder / TRAINER_STATE_NAME, folder / f"{REPORT_NAME}.json"):
         if path.is_file():
-            history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-            found = [logs for logs in history if "accuracy" in logs and "estimated_tau" in logs]
-            return {name: found[-1][name] for name in ("accuracy", "estimated_tau")} if found else {}
-    return {}
+            try:
+                history = _read_object(path)["log_history"]
+                found = [{name: float(logs[name]) for name in names} for logs in history if logs.keys() >= set(names)]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                mend = "Copy it from the training's folder again, or delete it: then nothing is compared with the log."
+                return {}, [fault("training log", f"{path} holds no readable `log_history`: {error!r}", mend)]
+            return found[-1] if found else {}, []
+    return {}, []

@@ -4,8 +4,7 @@ Blocks are teacher-forced, so a variant of a setting costs one forward of the dr
 token, window or scale than the configured one is better beyond chance, the configuration is not the training's.
 """
 
-import hashlib
-import json
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,11 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration.configuration_draft import ANCHOR_FIRST, propose_mask_token_ids
+from ..configuration.configuration_draft import ANCHOR_FIRST, DraftConfig, propose_mask_token_ids
 from ..modeling.plain_decoding import device_of
 from ..modeling.target_features import capture_features, decoder_layers
 from .anchors import legal_anchors, legal_dspark_anchors, sample_anchors
-from .data import DraftCollator
+from .data import OWN_ANSWERS, DraftCollator, author, chat_template_digest
 from .doctor_report import Finding, fault, ok, skipped, warning
 from .objectives import build_block_inputs, survival
 
@@ -190,15 +189,7 @@ def compare_settings(rehearsal: Rehearsal, tokenizer: PreTrainedTokenizerBase, b
     layers = [{"target_layer_ids": other} for other in shifted if other[0] >= 0 and other[-1] < depth]
     labels = [{"label_shift": by} for by in (-1, 1)]
     masks = [{"mask_token_id": token} for token in _mask_candidates(rehearsal, tokenizer)]
-    windows = {8, 128, config.block_size, 2 * config.block_size} | ({None} if not rehearsal.label_start else set())
-    views = [{"sliding_window": window} for window in windows - {config.sliding_window}]
-    if config.model_type == "kimi_k3_dflash" and config.sliding_window is not None:
-        full = config.num_full_attention_layers
-        others = {0, 1, config.num_hidden_layers} - {full}
-        views = [{"num_full_attention_layers": number} for number in sorted(others)] + views
-    if not rehearsal.label_start:
-        views.append({"is_causal": not config.is_causal})
-        views += [view | {"is_causal": not config.is_causal} for view in views[:-1]]
+    views = other_views(config)
     scales = {1.0, math.sqrt(config.hidden_size)}
     scales = [
         {"input_embedding_scale": s} for s in sorted(scales) if not math.isclose(s, config.input_embedding_scale)
@@ -210,6 +201,22 @@ def compare_settings(rehearsal: Rehearsal, tokenizer: PreTrainedTokenizerBase, b
         _best(rehearsal, base, "visibility, measured", views, "Set them to those, which the draft was trained with."),
         _best(rehearsal, base, "embedding scale, measured", scales, "Set `input_embedding_scale` to that."),
     ]
+
+
+def other_views(config: DraftConfig) -> list[dict]:
+    """Settings under which a draft's slots would see other keys: what each changes."""
+    windows = {config.sliding_window, 8, 128, config.block_size, 2 * config.block_size}
+    if config.slot_layout == ANCHOR_FIRST:
+        views = [{"sliding_window": window} for window in windows]
+    else:
+        places = itertools.product(windows | {None}, (False, True))
+        views = [{"sliding_window": window, "is_causal": causal} for window, causal in places]
+    if config.model_type == "kimi_k3_dflash" and config.num_hidden_layers > 1:  # its last layer may see everything
+        hybrid = [view for view in views if view["sliding_window"] is not None]
+        views = [view | {"num_full_attention_layers": 0} for view in views]
+        views += [view | {"num_full_attention_layers": 1} for view in hybrid]
+    differing = [{name: value for name, value in view.items() if value != getattr(config, name)} for view in views]
+    return [view for view in differing if view]
 
 
 def _best(rehearsal: Rehearsal, base: Acceptance, check: str, variants: list[dict], mend: str) -> Finding:
@@ -313,16 +320,20 @@ def check_rows(
 
 
 def check_provenance(
-    provenance: dict[str, dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
+    provenance: dict[str, dict],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict | None,
 ) -> list[Finding]:
-    """A finding "data origin" for each file that `blockdraft regenerate` wrote: whether under the template served.
+    """A finding "data origin" for each file that `blockdraft regenerate` wrote: whether with this target, and under
+    the template served.
 
     Args:
         provenance: the settings by file, as [`DataReport`] has them.
         template_kwargs: of serving.
     """
     name, findings = "data origin", []
-    digest = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
+    digest = chat_template_digest(tokenizer)
     mend = "Regenerate the answers with the template and `template_kwargs` that are served, or serve with theirs."
     for file, settings in provenance.items():
         origin = f"{Path(file).name}: answers of {Path(settings['target']).name}"
@@ -331,8 +342,14 @@ def check_provenance(
         elif (settings["template_kwargs"] or {}) != (template_kwargs or {}):
             kwargs = f"`template_kwargs` {settings['template_kwargs']}, now {template_kwargs}"
             findings.append(fault(name, f"{origin} with {kwargs}", mend))
+        elif (answers := author(settings, target, tokenizer)) != OWN_ANSWERS:
+            found = (
+                f"{Path(file).name}: answers are {answers}; this target is {target.config.name_or_path or 'unnamed'}"
+            )
+            regenerate = "If that is another model, `blockdraft regenerate` the answers with this target."
+            findings.append(warning(name, found, regenerate))
         else:
-            findings.append(ok(name, f"{origin} under the template of the tokenizer"))
+            findings.append(ok(name, f"{origin}, this target, under the template of the tokenizer"))
     return findings
 
 

@@ -12,6 +12,7 @@ from ..configuration.configuration_draft import (
     ATTENTION_INPUT_MEAN,
     LAYER_OUTPUT,
     check_layer_ids,
+    is_other_revision,
     propose_mask_token_ids,
 )
 from ..modeling.engine_fit import ENGINES, engine_misfits
@@ -114,8 +115,13 @@ def check_target(settings: dict, target: PreTrainedModel, found: dict) -> Findin
             return fault(name, f"made for {setting} {expected}, this target has {actual}", mend)
     if not record:
         return warning(name, "the draft does not say what target it was trained for", mend)
-    if record.get("adapters", found["adapters"]) != found["adapters"]:
-        return fault(name, f"PEFT adapters: {found['adapters']}, in training {record['adapters']}", mend)
+    now, then = found["adapters"], record.get("adapters", found["adapters"])
+    if now != then:
+        adapters = f"PEFT adapters: {now or 'none'}, in training {then or 'none'}"
+        if now and then:
+            return fault(name, adapters, mend)
+        mend = f"If the adapter was merged into the weights, the measurements on rows decide; otherwise: {mend}"
+        return warning(name, f"{adapters}: the same function only where it was merged", mend)
     digests = {"embedding": "embedding_sha256", "layers": "weights_sha256"}
     digests = {part: digest for part, digest in digests.items() if record.get(digest) and found[digest]}
     if digests and record.get("dtype") == found["dtype"]:  # a cast changes what is hashed
@@ -124,7 +130,7 @@ def check_target(settings: dict, target: PreTrainedModel, found: dict) -> Findin
             return fault(name, found_other, mend)
         return ok(name, f"{found['architecture']}, the weights of the training")
     revision = found["revision"]
-    if revision and record.get("revision") and revision != record["revision"]:
+    if is_other_revision(record.get("revision"), revision):
         return warning(name, f"revision {revision}, trained for {record['revision']}", mend)
     why = "the dtype differs" if digests else "they are not known"
     return ok(name, f"{found['architecture']}, the shape of the training; weights not compared, {why}")
@@ -143,7 +149,13 @@ def check_tokenizer(settings: dict, found: dict) -> Finding:
         return fault(name, "the same number of tokens as in training, but other ones", mend)
     if digest is None:
         return skipped(name, f"{tokens} tokens; the draft has no record to compare with")
-    return ok(name, f"{tokens} tokens, those of the training")
+    split = record.get("tokenization_sha256")
+    if split is None:
+        return ok(name, f"{tokens} tokens, those of the training; how text was split is not recorded")
+    if split != found["tokenization_sha256"]:
+        differs = "the tokens of the training, but text is split otherwise (normaliser, pre-tokenizer, merges, bos)"
+        return fault(name, differs, mend)
+    return ok(name, f"{tokens} tokens, those of the training, and text is split alike")
 
 
 def check_dtypes(settings: dict, found: dict, draft: PreTrainedModel | None) -> Finding:

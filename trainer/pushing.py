@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import RLock
 
 from huggingface_hub import CommitInfo
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from ..hub_cards.publishing import (
@@ -33,7 +33,7 @@ class CheckpointPublisher:
     """
     Publishes checkpoints in a thread of its own, one after another. One that fails, or that comes while another is on
     its way, is owed: it goes up with the next one, or at the end. A newer checkpoint replaces an owed one, unless all
-    are to be kept (`hub_strategy="all_checkpoints"`).
+    are to be kept (`hub_strategy="all_checkpoints"`): then what a run that was cut off owes is owed by the next one.
 
     Attributes:
         failures (`int`): pushes that did not succeed.
@@ -49,8 +49,7 @@ class CheckpointPublisher:
         self._publish = partial(publish, repo_id=repo_id, private=args.hub_private_repo, revision=args.hub_revision)
         self._repo_id = repo_id
         self._staging = Path(args.output_dir) / UNPUBLISHED
-        shutil.rmtree(self._staging, ignore_errors=True)  # an earlier run's
-        self._owed: list[Path] = []  # oldest first
+        self._owed = self._left_by_an_earlier_run()  # oldest first
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._job: Future | None = None
@@ -73,8 +72,13 @@ class CheckpointPublisher:
         if self._owed:
             self._run(self._owed.pop())
         if self._owed:
-            names = ", ".join(snapshot.name for snapshot in self._owed)
-            logger.warning(f"Not on the Hub: {names}. `blockdraft push DIR {self._repo_id}` publishes a checkpoint.")
+            logger.warning(
+                f"Not on the Hub: {_names(self._owed)}. `blockdraft push DIR {self._repo_id}` publishes a checkpoint."
+            )
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what is owed."""
         self._drop(self._owed)
         self._owed = []
 
@@ -133,14 +137,39 @@ class CheckpointPublisher:
             files = sorted({*files, *checkpoint_files(checkpoint)})
         with self._lock:
             self._staging.mkdir(exist_ok=True)
-            snapshot = Path(tempfile.mkdtemp(dir=self._staging)) / checkpoint.name
+            place = Path(tempfile.mkdtemp(dir=self._staging, prefix=self._prefix))
+        unfinished = place / "unfinished"
         for name in files:
-            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(checkpoint / name, snapshot / name)
+                os.link(checkpoint / name, unfinished / name)
             except OSError:  # a file system without hard links
-                shutil.copy2(checkpoint / name, snapshot / name)
-        return snapshot
+                shutil.copy2(checkpoint / name, unfinished / name)
+        return unfinished.rename(place / checkpoint.name)
+
+    @property
+    def _prefix(self) -> str:
+        """Of the repository's snapshots: what it is owed is not another one's."""
+        return f"{self._repo_id.replace('/', '--')}@"
+
+    def _left_by_an_earlier_run(self) -> list[Path]:
+        """What a run that was cut off owes the repository, if all checkpoints are to be kept. The rest is deleted: a
+        newer checkpoint replaces it, or it was on its way to another repository."""
+        places = [*self._staging.iterdir()] if self._staging.is_dir() else []
+        if self._strategy == HubStrategy.ALL_CHECKPOINTS:
+            left = sorted(self._staging.glob(f"*/{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: path.stat().st_mtime)
+            owed = [snapshot for snapshot in left if snapshot.parent.name.startswith(self._prefix)]
+            if owed:
+                logger.warning(f"An earlier run owes {self._repo_id} {_names(owed)}: it goes up with the next push.")
+            if dropped := [snapshot for snapshot in left if snapshot not in owed]:
+                logger.warning(f"An earlier run owed another repository {_names(dropped)}, which is dropped.")
+        else:
+            owed = []
+        for place in {*places} - {snapshot.parent for snapshot in owed}:
+            shutil.rmtree(place)
+        if places and not owed:
+            self._staging.rmdir()
+        return owed
 
     def _drop(self, snapshots: list[Path]) -> None:
         with self._lock:
@@ -148,6 +177,10 @@ class CheckpointPublisher:
                 shutil.rmtree(snapshot.parent)
             if snapshots and not any(self._staging.iterdir()):
                 self._staging.rmdir()
+
+
+def _names(snapshots: list[Path]) -> str:
+    return ", ".join(snapshot.name for snapshot in snapshots)
 
 
 class HubPushing:

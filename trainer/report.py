@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..hub_cards.plots import BLUE, GREY, ORANGE, acceptance_figure, new_axes, new_panels, shades
@@ -20,6 +21,7 @@ CAPTIONS = {
     LENGTHS: "Tokens committed by a round",
     ROUND: "Where the time of a round goes",
 }
+TEXTS = tuple(f"{name}.{suffix}" for name in (REPORT_NAME, CALIBRATION_NAME) for suffix in ("md", "json"))
 MIN_BIN_ROUNDS = 10  # of a point in the reliability plot
 PART_COLOURS = {"target": BLUE, "draft": ORANGE, "rest": GREY}
 
@@ -53,7 +55,9 @@ def write_report(
     plots |= {ACCEPTANCE: _acceptance(measured), LENGTHS: _lengths(measured), ROUND: _round_time(measured)}
     text = [decoding_table(measured), *_measured_by(command), *(f"![{CAPTIONS[name]}]({name})" for name in plots)]
     values = {"command": command, "log_history": log_history, "reports": [report.to_dict() for report in measured]}
-    return _write(folder, REPORT_NAME, ["# Decoding report", *text], values, plots)
+    path = _write(folder, REPORT_NAME, ["# Decoding report", *text], values, plots)
+    _remove(folder, CAPTIONS.keys() - plots.keys())
+    return path
 
 
 def write_calibration(folder: str | os.PathLike, report: CalibrationReport, command: str | None = None) -> Path:
@@ -95,6 +99,16 @@ def _plot_bins(axes, bins: ReliabilityBins, colour, label: str) -> None:
     shares = [100 * bins.accepted[i] for i in filled]
     axes.plot(confidence, shares, color=colour, linewidth=1.2, label=label)
     axes.scatter(confidence, shares, [4 + 120 * bins.rounds[i] / rounds for i in filled], color=colour)
+
+
+def remove_reports(folder: str | os.PathLike) -> None:
+    """Deletes what [`write_report`] and [`write_calibration`] left in a folder, before other weights come there."""
+    _remove(folder, (*TEXTS, *CAPTIONS, RELIABILITY))
+
+
+def _remove(folder: str | os.PathLike, names: Iterable[str]) -> None:
+    for name in names:
+        Path(folder, name).unlink(missing_ok=True)
 
 
 def _measured_by(command: str | None) -> list[str]:
