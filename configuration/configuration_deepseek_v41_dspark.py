@@ -44,6 +44,13 @@ class DeepseekV41DSparkConfig(DraftConfig, DeepseekV41BaseConfig):
     model_type = "deepseek_v41_dspark"
     family_slot_layout = ANCHOR_FIRST
     family_capture_points = (ATTENTION_INPUT_MEAN, LAYER_OUTPUT)
+    fixed_in_training = (
+        *DraftConfig.fixed_in_training,
+        "markov_rank",
+        "confidence_head",
+        "confidence_input",
+        "n_routed_experts",
+    )
     engine_view = {
         "dspark_block_size": "block_size",
         "dspark_noise_token_id": "mask_token_id",

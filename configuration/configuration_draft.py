@@ -64,6 +64,15 @@ class DraftConfig(PreTrainedConfig):
     # What a family is defined for, and the names under which engines and other checkpoints keep its settings: in a
     # nested dict, or (`engine_view_key` None) at the top level. The attribute is the one truth.
     family_slot_layout = ANCHOR_APART
+    # Settings that no run changes halfway, though the weights would fit.
+    fixed_in_training: ClassVar[tuple[str, ...]] = (
+        "model_type",
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "num_hidden_layers",
+        "sliding_window",
+    )
     family_capture_points = (LAYER_OUTPUT,)
     engine_view_key: ClassVar[str | None] = None
     engine_view: ClassVar[dict[str, str]] = {}

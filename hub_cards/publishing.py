@@ -40,15 +40,25 @@ from .card_rules import validate_card
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
-# Of the weights beside them alone: where a push brings others, those that it does not replace are deleted.
+# Of the weights beside them alone: where a push brings others, those that it does not replace are deleted. Other plots
+# may be the owner's.
 MEASURED = (
     "metrics.json",
     "report.json",
     "report.md",
     "calibration.json",
     "calibration.md",
-    "*_results.json",
-    "*.png",
+    "all_results.json",
+    "eval_results.json",
+    "train_results.json",
+    "acceptance.png",
+    "acceptance_by_slot.png",
+    "acceptance_in_training.png",
+    "accepted_lengths.png",
+    "expert_load.png",
+    "loss.png",
+    "reliability.png",
+    "round_time.png",
 )
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # With the modules that `auto_map` leads to, all that is published.
@@ -75,6 +85,8 @@ PUBLISHED = (
     "custom_generate/*.py",
     "custom_generate/requirements.txt",
     *MEASURED,
+    "*_results.json",
+    "*.png",
 )
 NEVER_PUBLISHED = "training_args.bin"  # a pickle of every setting
 WAITS = (2.0, 4.0, 8.0)  # seconds between tries; the client waits on its own within one

@@ -174,7 +174,7 @@ def flex_block_mask(
 ) -> BlockMask:
     """The same rule as a FlexAttention `BlockMask`, made from the tiles that it touches, without a dense mask.
 
-    Args are those of [`block_mask_mod`]. FlexAttention compiles for each shape, see [`padded_block_mask`]; whatever the
+    Args are those of [`block_mask_mod`]. FlexAttention compiles for each shape, see [`padded_block_mask`]; what the
     rule says of the context is in tensors, so that layers with and without a window share what is compiled.
     """
     batch, num_blocks = anchor_positions.shape

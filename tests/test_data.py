@@ -259,8 +259,8 @@ def test_damaged_provenance_is_named(tmp_path, chat_tokenizer, text):
         ({"target": "/old/model"}, OWN_ANSWERS),  # moved: the weights are the same
         ({"target": "org/model", "weights_sha256": "0"}, "those of org/model"),
         ({"weights_sha256": "0"}, "those of model with other weights"),
-        ({"revision": "b", "dtype": "bfloat16"}, "those of model at revision b"),
-        ({"revision": "b"}, OWN_ANSWERS),  # a commit that left the weights as they were
+        ({"revision": "b" * 40, "dtype": "bfloat16"}, f"those of model at revision {'b' * 40}"),
+        ({"revision": "b" * 40}, OWN_ANSWERS),  # a commit that left the weights as they were
         ({"chat_template_sha256": "0"}, f"{OWN_ANSWERS} under another chat template"),
         ({"target": ""}, OWN_ANSWERS),
         ({"target": "", "weights_sha256": "0"}, "those of an unnamed model"),
@@ -271,20 +271,20 @@ def test_answers_are_their_writers(tmp_path, chat_tokenizer, caplog, monkeypatch
     monkeypatch.chdir(tmp_path)
     target, folder = build_target("qwen3"), tmp_path / "model"
     folder.mkdir()
-    target.config.name_or_path, target.config._commit_hash = str(folder), "a"
+    target.config.name_or_path, loaded = str(folder), (target, chat_tokenizer, "a" * 40)
     own = {
         "target": "model",  # the same folder by another path
-        "revision": "a",
+        "revision": "a" * 40,
         "dtype": "float32",
         "weights_sha256": weights_fingerprint(target),
         "chat_template_sha256": chat_template_digest(chat_tokenizer),
     }
     provenance("own.jsonl", **(own | changes))
     with caplog.at_level("WARNING", logger="blockdraft"):
-        assert answers_of(["own.jsonl"], target, chat_tokenizer) == answers
-        assert answers_of(["own.jsonl", "a/one"], target, chat_tokenizer) == f"partly {answers}"
+        assert answers_of(["own.jsonl"], *loaded) == answers
+        assert answers_of(["own.jsonl", "a/one"], *loaded) == f"partly {answers}"
         assert ("The answers in own.jsonl are " + answers in caplog.text) == (answers != OWN_ANSWERS)
-        assert answers_of(["a/one"], target, chat_tokenizer) == "those of the data"
+        assert answers_of(["a/one"], *loaded) == "those of the data"
 
 
 def test_collator_pads_on_the_right():

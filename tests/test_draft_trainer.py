@@ -124,6 +124,17 @@ def test_resume_is_exact(tmp_path):
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+@pytest.mark.parametrize("changed", [{"sliding_window": 3}, {"is_causal": False}, {"num_full_attention_layers": 0}])
+def test_no_run_goes_on_under_another_rule_of_visibility(tmp_path, changed):
+    """The weights would fit."""
+    target, common = build_target("k3"), {"save_strategy": "steps", "save_steps": 1}
+    shape = {"block_size": BLOCK, "num_draft_layers": 2}
+    make_trainer(tmp_path, draft=build_draft(target, **shape), max_steps=1, **common).train()
+    other = make_trainer(tmp_path, draft=build_draft(target, **(shape | changed)), max_steps=2, **common)
+    with pytest.raises(ValueError, match=f"`{next(iter(changed))}` is .*was trained with"):
+        other.train(resume_from_checkpoint=True)
+
+
 def test_checkpoint_is_complete_and_holds_no_target(tmp_path):
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
     trainer.train()

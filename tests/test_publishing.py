@@ -16,8 +16,9 @@ from transformers import AutoModel
 
 from blockdraft.hub_cards import publishing
 from blockdraft.hub_cards.card import write_card
-from blockdraft.hub_cards.publishing import PublishError, publish, published_files, with_retries
+from blockdraft.hub_cards.publishing import MEASURED, PublishError, publish, published_files, with_retries
 from blockdraft.trainer.cli import main
+from blockdraft.trainer.report import CAPTIONS, RELIABILITY, TEXTS
 
 REPO = "user/draft"
 
@@ -114,8 +115,8 @@ def test_push_and_push_again(hub, saved):
     figures = ("acceptance.png", "round_time.png", "eval_results.json", "all_results.json", "calibration.md")
     for name in figures:
         (saved / name).write_text("of these weights")
-    kept = ("eval_results.json", "assets/logo.png", "notes.json")
-    HfApi().create_commit(REPO, [CommitOperationAdd(f"other/{name}", b"") for name in kept], commit_message="By hand")
+    kept = ("other/eval_results.json", "other/assets/logo.png", "other/notes.json", "logo.png")
+    HfApi().create_commit(REPO, [CommitOperationAdd(name, b"") for name in kept], commit_message="By hand")
     publish(saved, REPO)
     assert set(figures) < set(repo.tree())
     for name in figures:
@@ -124,11 +125,15 @@ def test_push_and_push_again(hub, saved):
     publish(saved, REPO)
     assert "model.safetensors" not in repo.tree() and "model.safetensors.index.json" in repo.tree()
     assert not set(figures) & set(repo.tree()) and "report.json" in repo.tree()
-    assert {f"other/{name}" for name in kept} < set(repo.tree())
+    assert set(kept) < set(repo.tree())
     tiny_draft().save_pretrained(saved)
     publish(saved, REPO, commit_message="One file")
     assert [name for name in repo.tree() if "safetensors" in name] == ["model.safetensors"]
     assert repo.history()[0] == "One file"
+
+
+def test_every_plot_and_text_of_a_report_is_known_as_a_measurement():
+    assert {*CAPTIONS, *TEXTS, RELIABILITY} < set(MEASURED)
 
 
 def test_an_adapter_leaves_its_base_alone(hub, saved, tmp_path):

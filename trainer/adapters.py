@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_mod
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
 from ..hub_cards.card_rules import is_hub_id
@@ -312,7 +312,7 @@ def load_merged(
 
 
 def check_resumable(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """Refuses a checkpoint of an adapter for a whole draft or the other way round, and one of another adapter.
+    """Refuses a checkpoint of an adapter for a whole draft or the other way round, and one of another shape.
 
     Raises:
         ValueError: says what differs.
@@ -321,15 +321,18 @@ def check_resumable(model: nn.Module, checkpoint: str | os.PathLike) -> None:
     if file.exists() != isinstance(model, PeftModel):
         there, here = ("an adapter", "a whole draft") if file.exists() else ("a whole draft", "an adapter")
         raise ValueError(f"{checkpoint} holds {there}, this run trains {here}. Choose another `output_dir`.")
-    if not file.exists():
-        return
-    [config] = model.peft_config.values()
-    saved = PeftConfig.from_pretrained(checkpoint)
-    for name in ("base_model_name_or_path", "revision", *SHAPE):
+    if file.exists():
+        [config] = model.peft_config.values()
+        saved, names = PeftConfig.from_pretrained(checkpoint), ("base_model_name_or_path", "revision", *SHAPE)
+    else:
+        config, saved = model.config, AutoConfig.from_pretrained(checkpoint)
+        names = config.fixed_in_training
+    for name in names:
         here, there = (_comparable(getattr(c, name)) for c in (config, saved))
         if here != there:
             raise ValueError(
-                f"`{name}` is {here}, but {checkpoint} was trained with {there}. Choose another `output_dir`."
+                f"`{name}` is {here}, but {checkpoint} was trained with {there}. Choose another `output_dir`, or "
+                "start anew with `overwrite_output_dir`."
             )
 
 

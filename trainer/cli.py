@@ -111,7 +111,7 @@ def train(
     target, tokenizer = _target(target_args)
     train_set, eval_set = _datasets(data_args, tokenizer, args)
     args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
-    answers = answers_of(data_args.train_data, target, tokenizer)
+    answers = answers_of(data_args.train_data, target, tokenizer, _target_commit(target_args))
     if draft_args.draft:
         draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code, draft_args.draft_revision)
         check_pair(target, draft, tokenizer, _target_commit(target_args))
@@ -207,6 +207,7 @@ def regenerate_answers(target_args: TargetArguments, args: RegenerateArguments) 
         max_prompt_length=args.max_prompt_length,
         template_kwargs=args.template_kwargs,
         seed=args.seed,
+        target_revision=_target_commit(target_args),
     )
     print(
         f"{report.written} answers written to {args.output} ({report.stopped} ended by themselves, "
@@ -259,7 +260,8 @@ def examine(target_args: TargetArguments, args: DoctorArguments) -> int:
     if args.data:
         rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
         print(f"data: {report}")
-        findings += check_provenance(report.provenance, target, tokenizer, args.template_kwargs)
+        commit = _target_commit(target_args)
+        findings += check_provenance(report.provenance, target, tokenizer, args.template_kwargs, commit)
     findings += doctor(
         target,
         tokenizer,

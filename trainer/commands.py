@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,29 +41,17 @@ MEASURED_STEPS = 5  # of training, after a first one that is slower, for the tim
 
 @dataclass(frozen=True)
 class DraftType:
-    """What a draft is made of; `shape` names the settings that a run cannot change halfway, beside the common ones."""
+    """What a draft is made of."""
 
     config: type
     model: type
     trainer: type[DraftTrainer]
-    shape: tuple[str, ...]
 
 
 DRAFT_TYPES = {
-    "dflash": DraftType(
-        KimiK3DFlashConfig,
-        KimiK3DFlashDraftModel,
-        DraftTrainer,
-        ("sliding_window", "num_full_attention_layers", "is_causal"),
-    ),
-    "dspark": DraftType(
-        DeepseekV41DSparkConfig,
-        DeepseekV41DSparkModel,
-        DSparkTrainer,
-        ("sliding_window", "markov_rank", "confidence_head", "confidence_input", "n_routed_experts"),
-    ),
+    "dflash": DraftType(KimiK3DFlashConfig, KimiK3DFlashDraftModel, DraftTrainer),
+    "dspark": DraftType(DeepseekV41DSparkConfig, DeepseekV41DSparkModel, DSparkTrainer),
 }
-COMMON_SHAPE = ("model_type", "block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers")
 
 
 def load_target(
@@ -213,7 +200,7 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
         remove_reports(output_dir)
         trainer.train()
         return
-    check_same_run(trainer, checkpoint)
+    check_resumable(trainer.adapter or trainer.draft, checkpoint)
     state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
     max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     if state.global_step < max_steps:
@@ -225,17 +212,3 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
         trainer._load_from_checkpoint(checkpoint)
         trainer.state = state
         trainer._finish_current_push()  # what the run owes the Hub, if it was cut off
-
-
-def check_same_run(trainer: DraftTrainer, checkpoint: str) -> None:
-    """Refuses to put a checkpoint's weights into a draft or an adapter of another shape."""
-    check_resumable(trainer.adapter or trainer.draft, checkpoint)
-    if trainer.adapter is not None:
-        return
-    config, saved = trainer.draft_config, AutoConfig.from_pretrained(checkpoint)
-    for name in (*COMMON_SHAPE, *_type_of(config).shape):
-        if getattr(config, name) != getattr(saved, name):
-            raise ValueError(
-                f"`{name}` is {getattr(config, name)}, but {checkpoint} was trained with {getattr(saved, name)}. "
-                "Choose another `output_dir`, or start anew with `overwrite_output_dir`."
-            )

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..configuration.configuration_draft import weights_fingerprint
+from ..configuration.configuration_draft import is_other_revision, weights_fingerprint
 from ..hub_cards.card_rules import is_repo_id
 from .chat_rows import JSON_LINE, Source, open_rows
 from .row_encoder import ENCODED, OUTCOME, ROW, RowEncoder, columns, examples, stable_row_id
@@ -110,14 +110,19 @@ def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
 
 
-def answers_of(names: Sequence[str | Path], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+def answers_of(
+    names: Sequence[str | Path],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target_revision: str | None = None,
+) -> str:
     """Whose answers a draft learns from, for its card: a target is best drafted by what learned from its own. Warns of
-    files by `blockdraft regenerate` that are not known to be this target's."""
+    files by `blockdraft regenerate` that are not known to be this target's, which was loaded at `target_revision`."""
     files = {str(name) for name in names}
     written = _read_provenance(sorted(files))
     if not written:
         return "those of the data"
-    authors = [author(settings, target, tokenizer) for settings in written.values()]
+    authors = [author(settings, target, tokenizer, target_revision) for settings in written.values()]
     answers = next((answers for answers in authors if answers != OWN_ANSWERS), OWN_ANSWERS)
     if answers != OWN_ANSWERS:
         writer = next(iter(written.values()))["target"]  # of all of them
@@ -129,7 +134,9 @@ def answers_of(names: Sequence[str | Path], target: PreTrainedModel, tokenizer: 
     return answers if len(written) == len(files) else f"partly {answers}"
 
 
-def author(settings: dict, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+def author(
+    settings: dict, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_revision: str | None
+) -> str:
     """Whose the answers are that `blockdraft regenerate` wrote under `settings`: `OWN_ANSWERS` if they are this
     target's by its weights or, where those cannot be compared, by name (or folder) and commit; else whose, by name."""
     name, here = settings["target"], target.config.name_or_path
@@ -140,13 +147,12 @@ def author(settings: dict, target: PreTrainedModel, tokenizer: PreTrainedTokeniz
     same_dtype = settings.get("dtype") == str(target.dtype).removeprefix("torch.")  # a cast changes weights
     recorded = settings.get("weights_sha256") if same_dtype else None
     weights = recorded and weights_fingerprint(target)
-    commit = getattr(target.config, "_commit_hash", None)  # absent on a config not loaded from the Hub
     if weights:
         if weights != recorded:
             return f"those of {shown} with other weights" if same_name else f"those of {shown}"
     elif not same_name:
         return f"those of {shown}"
-    elif settings["revision"] and commit and settings["revision"] != commit:
+    elif is_other_revision(settings["revision"], target_revision):
         return f"those of {shown} at revision {settings['revision']}"
     if settings["chat_template_sha256"] != chat_template_digest(tokenizer):
         return f"{OWN_ANSWERS} under another chat template"

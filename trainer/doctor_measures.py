@@ -324,6 +324,7 @@ def check_provenance(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict | None,
+    target_revision: str | None = None,
 ) -> list[Finding]:
     """A finding "data origin" for each file that `blockdraft regenerate` wrote: whether with this target, and under
     the template served.
@@ -342,7 +343,7 @@ def check_provenance(
         elif (settings["template_kwargs"] or {}) != (template_kwargs or {}):
             kwargs = f"`template_kwargs` {settings['template_kwargs']}, now {template_kwargs}"
             findings.append(fault(name, f"{origin} with {kwargs}", mend))
-        elif (answers := author(settings, target, tokenizer)) != OWN_ANSWERS:
+        elif (answers := author(settings, target, tokenizer, target_revision)) != OWN_ANSWERS:
             found = (
                 f"{Path(file).name}: answers are {answers}; this target is {target.config.name_or_path or 'unnamed'}"
             )

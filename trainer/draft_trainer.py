@@ -343,9 +343,7 @@ class DraftTrainer(HubPushing, Trainer):
         """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
-            parts = (
-                self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in dataset.items()
-            )
+            parts = (self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in dataset.items())
             return {name: value for metrics in parts for name, value in metrics.items()}
         training = self.model.training
         window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)

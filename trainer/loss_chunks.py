@@ -139,8 +139,8 @@ class _KnownGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: of a large vocabulary's trained head, a copy would be the peak of the step's memory. Torch refuses a
-        # second pass over what has changed since it was saved.
+        # In place: of a large vocabulary's trained head, a copy would be the peak of the step's memory. Torch refuses
+        # a second pass over what has changed since it was saved.
         return None, None, *(gradient.mul_(factor) for gradient in ctx.saved_tensors)
 
 

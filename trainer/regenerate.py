@@ -58,6 +58,7 @@ def regenerate(
     max_prompt_length: int | None = None,
     template_kwargs: dict | None = None,
     seed: int = 0,
+    target_revision: str | None = None,
 ) -> RegenerateReport:
     """Writes the target's answers as JSON lines that `prepare_dataset` reads: one row a conversation.
 
@@ -73,6 +74,7 @@ def regenerate(
         generation_config: greedy or sampled; what it leaves unset is the target's own `generation_config`.
         max_prompt_length: longer prompts, in tokens, are left out and counted.
         template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving.
+        target_revision: commit that the target was loaded at, to be recorded.
         seed: for sampling. A resumed run draws from another seed, so its samples differ from those of one whole run.
 
     Raises:
@@ -81,7 +83,7 @@ def regenerate(
     """
     output_path = Path(output_path)
     config = _resolve(generation_config, target, tokenizer, max_new_tokens)
-    _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed))
+    _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed, target_revision))
     done = _recover(output_path)
     report = RegenerateReport(resumed=len(done))
     torch.manual_seed(seed + len(done))
@@ -136,12 +138,14 @@ def _resolve(config: GenerationConfig | None, target, tokenizer, max_new_tokens:
     return config
 
 
-def _settings(target, tokenizer, config: GenerationConfig, template_kwargs: dict | None, seed: int) -> dict:
+def _settings(
+    target, tokenizer, config: GenerationConfig, template_kwargs: dict | None, seed: int, revision: str | None
+) -> dict:
     generation = config.to_diff_dict()
     generation.pop("transformers_version", None)
     settings = {
         "target": target.config.name_or_path,
-        "revision": getattr(target.config, "_commit_hash", None),  # absent on a config not loaded from the Hub
+        "revision": revision,
         "weights_sha256": weights_fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "tokenizer": tokenizer.name_or_path,
