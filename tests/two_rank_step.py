@@ -1,5 +1,6 @@
 """One training step of each draft on two processes, started by torchrun; rank 0 saves the weights."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ for family, make in (("dflash", make_trainer), ("dspark", dspark_trainer)):
     trainer.train()
     if trainer.accelerator.is_main_process:
         torch.save(weights(trainer), output_dir / f"{family}.pt")
-# A process that exits with its group open may abort while the group's threads are running.
+# A process that exits while threads of its group are running may abort, even with the group closed: leave them behind.
 trainer.accelerator.wait_for_everyone()
 trainer.accelerator.end_training()
+sys.stdout.flush()
+os._exit(0)
