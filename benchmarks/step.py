@@ -424,6 +424,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw them here, as PNG")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each way, after one to warm up")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--steps_only", action="store_true", help="without the tables of how work grows")
     options = parser.parse_args()
 
     at_start = busy_at_start()
@@ -434,7 +435,7 @@ def main() -> None:
         large, tokens, anchors, repeats = [], TOKENS[:2], ANCHORS[:2], 1
     if machine.autocast is None:
         print("This CPU has no bf16 products of its own: autocast is not measured.")
-    configs = {"K3 DFlash": k3_config(), "V4.1 DSpark": v41_config()}
+    configs = {} if options.steps_only else {"K3 DFlash": k3_config(), "V4.1 DSpark": v41_config()}
     growing = {name: growth_cases(config, tokens, anchors) for name, config in configs.items()}
     points = [case for by_axis in growing.values() for axis in by_axis.values() for case in axis]
     estimate = in_own_process(estimated_seconds, cases, machine, repeats)
