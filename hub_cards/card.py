@@ -386,9 +386,9 @@ def _context_window(config: PreTrainedConfig) -> str:
     if config.sliding_window is None:
         return "whole context"
     window = f"{config.sliding_window} tokens"
-    if config.model_type == "kimi_k3_dflash" and config.num_full_attention_layers:
-        window += f", in the last {config.num_full_attention_layers} layer(s) the whole context"
-    return window
+    if config.model_type != "kimi_k3_dflash" or not (full := config.num_full_attention_layers):
+        return window
+    return f"{window}; the last {'layer sees' if full == 1 else f'{full} layers see'} the whole context"
 
 
 def _limits(config: PreTrainedConfig, revision: str | None) -> list[str]:

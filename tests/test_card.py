@@ -239,6 +239,20 @@ def test_a_draft_of_variable_prefixes_drafts_one_token_less():
     assert table_of(make_card(variable), "What it is")["block"] == "4 slots: 2 known, 2 drafted"
 
 
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"sliding_window": None}, "whole context"),
+        ({"sliding_window": 4}, "4 tokens"),
+        ({"sliding_window": 4, "num_full_attention_layers": 1}, "4 tokens; the last layer sees the whole context"),
+        ({"sliding_window": 4, "num_full_attention_layers": 2}, "4 tokens; the last 2 layers see the whole context"),
+    ],
+)
+def test_the_context_of_each_layer_is_said(settings, says):
+    card = make_card(config(num_hidden_layers=3, **settings))
+    assert table_of(card, "What it is")["context window"] == says
+
+
 def test_dspark_card_says_what_only_it_has():
     card = make_card(
         dspark_config(
