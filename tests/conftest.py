@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,22 @@ def two_ranks(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     result = subprocess.run([*command, str(output_dir)], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return {family: torch.load(output_dir / f"{family}.pt", weights_only=True) for family in ("dflash", "dspark")}
+
+
+@pytest.fixture(scope="session")
+def sound_drafts(tmp_path_factory) -> dict[str, Path]:
+    """By kind, drafts of which the doctor has nothing to say; not to be written to."""
+    from doctor_patients import write_sound_drafts  # which imports this module
+
+    return write_sound_drafts(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture
+def admit(sound_drafts, tmp_path) -> Callable:
+    """Makes a `Patient` with a draft of a kind, to plant a fault in."""
+    from doctor_patients import admit_patient
+
+    return lambda kind: admit_patient(sound_drafts[kind], tmp_path / kind)
 
 
 @pytest.fixture(scope="session", autouse=True)

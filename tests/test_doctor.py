@@ -1,8 +1,6 @@
 """The doctor on counting pairs: nothing to say of sound ones, and each planted fault found by the check it is for."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +10,9 @@ from doctor_patients import (
     LOG,
     ONLY_WARNED_OF,
     Patient,
-    admit_patient,
     cut_off,
     sound_rows,
     sound_target,
-    write_sound_drafts,
 )
 from peft import LoraConfig, get_peft_model
 from test_any_target import quantise
@@ -28,16 +24,6 @@ from blockdraft.trainer.cli import main
 from blockdraft.trainer.commands import load_draft
 from blockdraft.trainer.doctor import doctor
 from blockdraft.trainer.doctor_report import FAULT, SKIPPED, WARNING
-
-
-@pytest.fixture(scope="module")
-def sound_drafts(tmp_path_factory) -> dict[str, Path]:
-    return write_sound_drafts(tmp_path_factory.mktemp("sound"))
-
-
-@pytest.fixture
-def admit(sound_drafts, tmp_path) -> Callable[[str], Patient]:
-    return lambda kind: admit_patient(sound_drafts[kind], tmp_path / kind)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -2,8 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ from doctor_patients import (
     LOG,
     ONLY_WARNED_OF,
     Patient,
-    admit_patient,
     sound_rows,
     sound_target,
-    write_sound_drafts,
 )
 from torch import nn
 from transformers import Qwen3Config
@@ -29,17 +25,6 @@ from blockdraft.trainer.data import chat_template_digest
 from blockdraft.trainer.doctor import check_decoding, doctor
 from blockdraft.trainer.doctor_measures import Acceptance, changed, check_provenance, gain, other_views
 from blockdraft.trainer.doctor_report import FAULT, SKIPPED, WARNING
-
-
-@pytest.fixture(scope="module")
-def sound_drafts(tmp_path_factory) -> dict[str, Path]:
-    return write_sound_drafts(tmp_path_factory.mktemp("sound"))
-
-
-@pytest.fixture
-def admit(sound_drafts, tmp_path) -> Callable[[str], Patient]:
-    return lambda kind: admit_patient(sound_drafts[kind], tmp_path / kind)
-
 
 # ---- faults that only measuring shows -------------------------------------------------------------------------------
 
