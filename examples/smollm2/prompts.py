@@ -23,8 +23,7 @@ COMPLETE = "Complete this Python function:\n```python\n{source}\n```"
 # Folders that hold tests, other people's packages or one file a code page.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 MAX_CHARS = 1200
-TRAIN, CHAT_HELD_OUT = 5120, 100
-MIX = {"functions": 8000, "chats": 1000}  # what `TRAIN` of are drawn
+MIX, CHAT_HELD_OUT = {"functions": 8000, "chats": 1000}, 100
 
 
 def chat_prompts(part: str, count: int) -> list[dict]:
@@ -80,7 +79,7 @@ def main(directory: Path) -> None:
     train = shuffled.sample(functions, MIX["functions"]) + chat_prompts("train+draft", MIX["chats"])
     shuffled.shuffle(train)
     parts = {
-        "train": train[:TRAIN],
+        "train": train,
         "chat": chat_prompts("heldout", CHAT_HELD_OUT),
         "humaneval": humaneval_prompts(),
     }
