@@ -261,6 +261,7 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             require(is_natural(value), name, value, "it must be a non-negative integer")
         self._check_schedule()
         self._check_candidates()
+        self._check_rope()
         self._check_engram()
 
     def _check_schedule(self) -> None:
@@ -318,6 +319,24 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             for name in ("candidate_block_size", "candidate_topk_blocks"):
                 value = getattr(self, name)
                 require(is_positive_int(value), name, value, "it must be a positive integer")
+            for layer in self.index_source_layer_ids:
+                keys_from = max((i for i in self.kv_source_layer_ids if i <= layer), default=source)
+                require(
+                    layer <= source or keys_from in (layer, source),
+                    "candidate_source_layer_id",
+                    source,
+                    f"layer {layer} chooses among the keys of layer {keys_from}, of which it makes no candidates",
+                )
+
+    def _check_rope(self) -> None:
+        scaling = self.rope_scaling
+        kind, length = scaling.get("rope_type", "yarn"), scaling.get("original_max_position_embeddings", 0)
+        require(
+            not scaling or (kind == "yarn" and length >= 0 and ("factor" in scaling or not length)),
+            "rope_scaling",
+            scaling,
+            "it must be {} or of the `rope_type` yarn, with `factor` and `original_max_position_embeddings`",
+        )
 
     def _check_engram(self) -> None:
         layers, rows = self.engram_layer_ids, self.engram_num_embeddings

@@ -8,7 +8,22 @@ from transformers.utils import can_return_tuple
 
 
 class CausalLMForward:
-    """For a `PreTrainedModel` that holds a backbone `model` and a head `lm_head`."""
+    """
+    For a `PreTrainedModel` that holds a backbone `model` and a head `lm_head`.
+
+    Attributes:
+        cache_implementations: `generate`'s kinds of cache that can hold the layers' own caches.
+    """
+
+    cache_implementations: tuple[str | None, ...] = (None, "dynamic")
+
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        if (kind := generation_config.cache_implementation) not in self.cache_implementations:
+            raise ValueError(
+                f"`cache_implementation={kind!r}`: {type(self).__name__} has cache layers of its own, which no such "
+                "cache can hold. Leave it out."
+            )
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     @can_return_tuple
     def forward(

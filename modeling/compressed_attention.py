@@ -150,7 +150,7 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
         """Counts the tokens of a forward; called once by its layer."""
         self.is_initialized = True
         self.seen += length
-        self.recorded += length
+        self.recorded += length if self.record_past else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """
@@ -253,7 +253,7 @@ class Indexer(nn.Module):
         self.config = config
         heads, width, source = config.index_n_heads, config.index_head_dim, config.candidate_source_layer_id
         self.is_candidate_source = layer_idx == source
-        self.uses_candidates = 0 <= source < layer_idx
+        self.uses_candidates = 0 <= source < layer_idx and not config.is_full(layer_idx)
         self.wq_b = nn.Linear(config.q_lora_rank, heads * width, bias=False)
         self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
         if config.is_full(layer_idx):

@@ -2,7 +2,6 @@
 window attention with sinks."""
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,27 +14,11 @@ from transformers.utils.generic import maybe_autocast
 from ..configuration.configuration_deepseek_v41 import DeepseekV41BaseConfig
 from .fused_elementwise import clamped_swiglu, rms_norm
 from .hyper_connections import collapse_streams, expand_streams, normed_projection, sinkhorn
+from .keeps_fp32 import KeepsFp32
 from .number_formats import round_to_cache_format
 
 # Channels that carry the sink through scaled_dot_product_attention: two are used, eight keep rows aligned.
 SINK_CHANNELS = 8
-
-
-class KeepsFp32(nn.Module):
-    """Parameters and buffers named in `fp32_names` stay fp32 under `.to(dtype)`, `.bfloat16()` and the like."""
-
-    fp32_names: tuple[str, ...] = ("weight",)
-
-    def _apply(self, fn: Callable, recurse: bool = True):
-        kept = [getattr(self, name) for name in self.fp32_names]
-
-        def apply(tensor: torch.Tensor) -> torch.Tensor:
-            applied = fn(tensor)
-            if applied.dtype != torch.float32 and any(tensor is one for one in kept):
-                return tensor.to(applied.device)
-            return applied
-
-        return super()._apply(apply, recurse)
 
 
 class DeepseekV41RMSNorm(nn.Module):
@@ -57,7 +40,7 @@ class Fp32Linear(KeepsFp32, nn.Linear):
     """A bias-free linear layer with a weight in fp32, whatever the model's dtype."""
 
     def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias=False, dtype=torch.float32)
 
     def forward(self, hidden_states: torch.Tensor, in_fp32: bool = True) -> torch.Tensor:
         """In fp32, or with the weight rounded to the dtype of `hidden_states`."""
@@ -150,9 +133,10 @@ class DeepseekV41HyperConnection(KeepsFp32):
         super().__init__()
         streams = config.hc_mult
         self.config = config
-        self.fn = nn.Parameter(torch.empty(streams * (streams + 2), streams * config.hidden_size))
-        self.base = nn.Parameter(torch.zeros(streams * (streams + 2)))
-        self.scale = nn.Parameter(torch.ones(3))
+        width, outputs = streams * config.hidden_size, streams * (streams + 2)
+        self.fn = nn.Parameter(torch.empty(outputs, width, dtype=torch.float32))
+        self.base = nn.Parameter(torch.zeros(outputs, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float32))
 
     def forward(self, streams: torch.Tensor) -> HyperConnectionMix:
         """`[..., s, H]` streams in the model's dtype -> coefficients."""
@@ -299,7 +283,7 @@ class AttentionSinks(KeepsFp32):
 
     def __init__(self, num_heads: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_heads))
+        self.weight = nn.Parameter(torch.zeros(num_heads, dtype=torch.float32))
 
     def forward(self) -> torch.Tensor:
         return self.weight

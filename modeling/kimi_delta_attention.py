@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
 from .cache_rollback import check_crop
+from .keeps_fp32 import KeepsFp32
 
 chunk_kda = None
 if is_flash_linear_attention_available():
@@ -196,7 +197,8 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
         kept = kernel_size - 1
         if self.record_past:
             kept += min(self.recorded_tokens + length, ROLLBACK_TOKENS)
-        self.conv_states[state_idx] = columns[..., columns.shape[-1] - kept :]
+        # A copy, lest the projections of a whole prompt live as long as the few columns that are kept of them.
+        self.conv_states[state_idx] = columns[..., columns.shape[-1] - kept :].clone()
         return columns[..., columns.shape[-1] - length - kernel_size + 1 :]
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
@@ -206,7 +208,7 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
 
     def record(self, base_state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, updates: torch.Tensor) -> None:
         """Remembers tokens that `crop` may have to take back: `base_state` before them, `[B, heads, n, D]` of each."""
-        if self.records is None:
+        if self.records is None or k.shape[2] == ROLLBACK_TOKENS:  # so many leave no room for earlier ones
             self.base_state, self.records = base_state, (k, g, updates)
         else:
             self.records = tuple(torch.cat(pair, dim=2) for pair in zip(self.records, (k, g, updates), strict=True))
@@ -251,20 +253,22 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
 DYNAMIC_LAYER_TYPE_MAPPING[KIMI_DELTA_ATTENTION] = KimiDeltaAttentionCache
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(KeepsFp32):
     """Weight `[channels, 1, taps]`, fp32, of a causal depthwise convolution. A call returns it, since hooks that bring
     offloaded weights do so for calls."""
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=torch.float32))
 
     def forward(self) -> torch.Tensor:
         return self.weight
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(KeepsFp32):
     """Kimi Delta Attention of Kimi K3."""
+
+    fp32_names = ("A_log", "dt_bias")
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
         super().__init__()
@@ -283,8 +287,8 @@ class KimiDeltaAttention(nn.Module):
         self.v_conv1d = ShortConvolution(width, self.kernel_size)
         self.f_a_proj = nn.Linear(hidden_size, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(width))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(width, dtype=torch.float32))
         self.b_proj = nn.Linear(hidden_size, self.num_heads, bias=False)
         if self.full_rank_gate:
             self.g_proj = nn.Linear(hidden_size, width, bias=False)
@@ -343,6 +347,7 @@ class KimiDeltaAttention(nn.Module):
             )
             output, _, state = self._delta_rule(*head, state)
             outputs.append(output)
+            k, g = k.clone(), g.clone()  # the cache keeps them, and not the whole prompt's
         before = state
         output, updates, state = self._delta_rule(q, k, v, g, beta, state, need_updates=recording)
         outputs.append(output)
@@ -363,12 +368,12 @@ class KimiDeltaAttention(nn.Module):
         return kda_chunked(q, k, v.float(), g, beta, state, factored=self.factored)
 
 
-class KimiK3GatedRMSNorm(nn.Module):
+class KimiK3GatedRMSNorm(KeepsFp32):
     """RMSNorm over a head, times its weight, times the sigmoid of the gate; all in fp32, cast at the end."""
 
     def __init__(self, head_dim: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.weight = nn.Parameter(torch.ones(head_dim, dtype=torch.float32))
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -121,18 +121,28 @@ class KimiK3MLAttention(nn.Module):
         else:
             keys, values = self.expand(latents, shared_keys)
             output, weights = self._run_attention(queries, keys, values, attention_mask, **kwargs)
+        return self.gate_and_project(output, hidden_states), weights
+
+    def gate_and_project(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, Q, N, v_head_dim]` and the layer's input `[B, Q, H]` -> `[B, Q, H]`."""
         output = output.flatten(2)
         if self.config.mla_use_output_gate:
             output = output * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(output), weights
+        return self.o_proj(output)
+
+    def has_weight_at_hand(self, latents: torch.Tensor) -> bool:
+        """Whether `kv_b_proj` is one plain weight beside `latents`: neither adapted, quantised nor offloaded."""
+        if type(self.kv_b_proj) is not nn.Linear:
+            return False
+        weight = self.kv_b_proj.weight
+        return type(weight) is nn.Parameter and weight.device == latents.device
 
     def _absorbs(self, queries: torch.Tensor, latents: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
         """Whether few queries over many rows are to be computed by [`attend_absorbed`]: where it saves enough."""
         config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
         if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
             return False
-        # An adapted, quantised or offloaded `kv_b_proj` is no single weight at hand.
-        if type(self.kv_b_proj) is not nn.Linear or self.kv_b_proj.weight.device != latents.device:
+        if not self.has_weight_at_hand(latents):
             return False
         if attention_mask is None and length > 1:  # the kernel's own causal mask counts queries, not heads
             return False

@@ -1,5 +1,6 @@
 """Kimi K3 text model: KDA and gated NoPE MLA layers, latent mixture of experts, attention residuals."""
 
+import copy
 import math
 
 import torch
@@ -18,6 +19,7 @@ from ..configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3Te
 from .causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
 from .fused_elementwise import situ
+from .keeps_fp32 import KeepsFp32
 from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution
 from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
 
@@ -61,10 +63,12 @@ class MixerNorm(KimiK3RMSNorm):
         return self.weight
 
 
-class KimiK3Router(nn.Module):
+class KimiK3Router(KeepsFp32):
     """
     Scores tokens against experts in fp32. The correction bias steers which experts are chosen, not their weights.
     """
+
+    fp32_names = ("e_score_correction_bias",)
 
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
@@ -167,6 +171,12 @@ class DocumentRows:
         self.valid = valid.gather(-1, columns)
         self.source = (rows[:, None] * document_ids.shape[1] + columns)[self.valid]
         self.shape = document_ids.shape
+
+    def to(self, device: torch.device | str | int) -> "DocumentRows":
+        """For layers on another device, to which accelerate's hooks move it."""
+        rows = copy.copy(self)
+        rows.valid, rows.source = self.valid.to(device), self.source.to(device)
+        return rows
 
     def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, S, H]` -> `[documents, longest, H]`, zero at padding."""
@@ -402,6 +412,7 @@ class KimiK3ForCausalLM(CausalLMForward, KimiK3PreTrainedModel, GenerationMixin)
     """The K3 text model with its language modeling head."""
 
     _tied_weights_keys = {}
+    cache_implementations = (None, "dynamic", "offloaded")
 
     def __init__(self, config: KimiK3TextConfig):
         super().__init__(config)

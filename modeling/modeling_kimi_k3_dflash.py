@@ -39,17 +39,13 @@ class KimiK3DFlashAttention(KimiK3MLAttention):
         latents, shared_keys = self.latents(torch.cat([context_hidden_states, hidden_states], dim=1))
         if cache is not None:
             latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
-        # An adapted or quantised `kv_b_proj` is no single weight that could be absorbed.
-        absorb = cache is not None and not self.training and type(self.kv_b_proj) is nn.Linear
+        absorb = cache is not None and not self.training and self.has_weight_at_hand(latents)
         if absorb and not isinstance(attention_mask, BlockMask):
             output = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs)
         else:
             keys, values = self.expand(latents, shared_keys)
             output, _ = self._run_attention(queries, keys, values, attention_mask, **kwargs)
-        output = output.flatten(2)
-        if self.config.mla_use_output_gate:
-            output = output * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(output)
+        return self.gate_and_project(output, hidden_states)
 
     def _run_attention(
         self,

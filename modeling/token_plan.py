@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from ..configuration.configuration_deepseek_v41 import YARN, DeepseekV41TextConfig
 from .deepseek_v41_layers import rope_frequencies, rope_rotations
 
 
@@ -93,6 +93,7 @@ class TokenPlan:
         config, yarn = self.config, None
         scaling = config.rope_scaling
         if compressed and scaling.get("original_max_position_embeddings", 0) > 0:
+            scaling = {"beta_fast": YARN["beta_fast"], "beta_slow": YARN["beta_slow"]} | scaling
             yarn = tuple(
                 scaling[name] for name in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
             )
@@ -151,10 +152,12 @@ def _read_mask(
     valid = mask.bool()
     if bool(valid.all()):
         return None, None
-    start = valid.int().argmax(-1)
+    # With a cache, a prompt may begin in a later piece than the longest of its batch.
+    waiting = ~valid.any(-1) & is_cached
+    start = valid.int().argmax(-1).masked_fill(waiting, past + length)
     if bool((valid[:, 1:] & ~valid[:, :-1]).sum(-1).gt(valid[:, 0].logical_not().int()).any()):
         raise ValueError("`attention_mask` has holes: groups of neighbouring tokens are compressed. Pad at the ends.")
-    if not bool(valid[:, -1].all()):
+    if not bool((valid[:, -1] | waiting).all()):
         if is_cached:
             raise ValueError(
                 "`attention_mask` has padding on the right, which a cache cannot skip: pad prompts on the left."

@@ -381,7 +381,9 @@ def test_a_dspark_draft_of_a_v41_target(tmp_path):
     prompts = torch.randint(1, 32, (4, 6)).tolist()
     report = calibrate(target, draft, *split_prompts(prompts), max_new_tokens=8, rounds=4, bootstrap_samples=5)
     assert report.test_rounds >= 4 and report.fit_rounds >= 2
-    save_temperatures(draft, report.temperatures, directory)
+    half = DeepseekV41DSparkModel.from_pretrained(directory, dtype=torch.bfloat16)
+    save_temperatures(half, report.temperatures, directory)  # the dtype of the file stays
+    assert half.config.confidence_temperatures == report.temperatures
     loaded = DeepseekV41DSparkModel.from_pretrained(directory)
     assert loaded.config.confidence_temperatures == report.temperatures
     after = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}

@@ -223,8 +223,11 @@ def test_lists_hold_integers(name):
         ({"compress_ratios": [2, 2, 2, 2, 1, 1, 1]}, "compress_ratios"),  # nothing compresses below layer 0
         ({"candidate_source_layer_id": -2}, "candidate_source_layer_id"),
         ({"candidate_source_layer_id": 3}, "candidate_source_layer_id"),  # an index source, but it has no keys
+        ({"candidate_source_layer_id": 1}, "candidate_source_layer_id"),  # layer 5 chooses among the keys of layer 4
         ({"candidate_block_size": 0}, "candidate_block_size"),
         ({"candidate_topk_blocks": 0}, "candidate_topk_blocks"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, "rope_scaling"),
         # Engram
         ({"engram_max_ngram_size": 1}, "engram_max_ngram_size"),
         ({"engram_pad_token_id": -1}, "engram_pad_token_id"),

@@ -9,6 +9,7 @@ from decoding_models import ALL_TARGETS, build_draft, build_dspark_draft, build_
 from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.modeling.block_decoding import block_decode
 from blockdraft.modeling.compressed_attention import CompressedState
+from blockdraft.modeling.modeling_kimi_k3 import DocumentRows
 from blockdraft.modeling.token_plan import TokenPlan
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -19,7 +20,7 @@ def offload(model, directory):
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # tied ones twice
     names += [name for name, _ in model.named_buffers()]
     holders = {name.rpartition(".")[0]: "disk" for name in names}
-    skip = model._skip_keys_device_placement
+    skip = model._skip_keys_device_placement or "cache"
     return dispatch_model(model, holders, main_device="cpu", offload_dir=directory, skip_keys=skip)
 
 
@@ -32,6 +33,34 @@ def test_a_target_on_the_disk_decodes_the_same(name, tmp_path):
     assert target.device.type == target.get_output_embeddings().weight.device.type == "meta"
     assert torch.equal(target.generate(input_ids, **GREEDY), expected)
     assert torch.equal(block_decode(target, input_ids, draft=draft, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("build", [build_draft, build_dspark_draft])
+def test_a_draft_on_the_disk_decodes_the_same(build, tmp_path):
+    target, input_ids = build_target("qwen3"), prompts(1)[0]
+    draft = build(target, target=target_record(target, None))
+    expected = block_decode(target, input_ids, draft=draft, return_dict_in_generate=True, **GREEDY)
+    offload(draft, tmp_path)
+    output = block_decode(target, input_ids, draft=draft, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.accepted_lengths == expected.accepted_lengths
+
+
+@pytest.mark.parametrize("name, kinds", [("k3", ["static", "quantized"]), ("v41", ["static", "offloaded"])])
+def test_a_cache_that_cannot_hold_their_layers_is_refused(name, kinds):
+    target = build_target(name)
+    for kind in kinds:
+        with pytest.raises(ValueError, match=f"cache_implementation='{kind}'"):
+            target.generate(prompts(1)[0], cache_implementation=kind, **GREEDY)
+    assert target.generate(prompts(1)[0], cache_implementation="dynamic", **GREEDY).shape[1] > 0
+
+
+def test_document_rows_move_whole():
+    """What a K3 layer with a recurrence gets for a padded or packed batch."""
+    rows = DocumentRows(torch.tensor([[0, 1, 1], [1, 2, 2]]))
+    moved = send_to_device(rows, torch.device("meta"))
+    assert moved.valid.device.type == moved.source.device.type == "meta" and moved.shape == rows.shape
+    assert rows.valid.device.type == "cpu"
 
 
 def test_a_token_plan_moves_whole_and_once():

@@ -150,15 +150,18 @@ def test_crop_after_verification_equals_never_having_seen_the_tokens(layer, prom
 
 
 @pytest.mark.parametrize("removed", [0, 3, 7, 12, ROLLBACK_TOKENS])
-def test_crop_takes_back_several_forwards(layer, removed):
-    """As drafting with the model itself does: many short forwards, then one crop over all of them."""
-    hidden_states = torch.randn(2, 100, 48)
+@pytest.mark.parametrize(
+    "lengths", [[20, 5, 1, 1, 30, 1, 4, 1, 1, 36], [100, 100], [30, 64], [70, 8, 65], [100, 8]], ids=str
+)
+def test_crop_takes_back_several_forwards(layer, lengths, removed):
+    """As drafting with the model itself does, or a prompt in pieces: some forwards, then one crop over all of them."""
+    hidden_states = torch.randn(2, sum(lengths), 48)
     cache = recording_cache()
-    for part in hidden_states.split([20, 5, 1, 1, 30, 1, 4, 1, 1, 36], dim=1):
+    for part in hidden_states.split(lengths, dim=1):
         layer(part, cache)
     cache.layers[0].crop(-removed)
     reference = DynamicCache(config=tiny_config())
-    layer(hidden_states[:, : 100 - removed], reference)
+    layer(hidden_states[:, : sum(lengths) - removed], reference)
     assert relative_error(cache.layers[0].recurrent_states[0], reference.layers[0].recurrent_states[0]) < 1e-5
     assert relative_error(cache.layers[0].conv_states[0], reference.layers[0].conv_states[0]) < 1e-5
     following = torch.randn(2, 3, 48)
@@ -171,6 +174,14 @@ def test_a_recording_cache_stays_bounded(layer):
         layer(torch.randn(1, 50, 48), cache)
     assert cache.layers[0].recorded_tokens == ROLLBACK_TOKENS
     assert cache.layers[0].conv_states[0].shape[-1] == ROLLBACK_TOKENS + 3
+
+
+def test_a_cache_holds_no_storage_of_a_prompt(layer):
+    """A view of what a long prompt left would keep all of it."""
+    for cache in (DynamicCache(config=tiny_config()), recording_cache()):
+        layer(torch.randn(1, 500, 48), cache)
+        kept = cache.layers[0].conv_states[0], *(cache.layers[0].records or ())
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kept)
 
 
 def test_crop_errors(layer):

@@ -237,6 +237,18 @@ def test_generation_with_left_padding_equals_alone():
         check_same_computation(logits[1:, 7:], model(short).logits)
 
 
+def test_prefill_in_pieces_of_a_padded_batch():
+    """The short prompt begins in the third piece."""
+    model = tiny_v41()
+    long, short = token_ids(1, 20), token_ids(1, 9)
+    padded = torch.cat([long, torch.cat([torch.full((1, 11), 2), short], dim=1)])
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :11] = 0
+    both = model.generate(padded, attention_mask=mask, prefill_chunk_size=4, **GREEDY)
+    assert torch.equal(both[0, 20:], model.generate(long, **GREEDY)[0, 20:])
+    assert torch.equal(both[1, 20:], model.generate(short, **GREEDY)[0, 9:])
+
+
 def test_beam_search_equals_the_one_without_cache():
     model, prompts = tiny_v41(), token_ids(2, 7)
     options = GREEDY | {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 3}
@@ -277,6 +289,20 @@ def test_crop_of_a_whole_cache_is_checked():
         model(token_ids(1, 6), cache=cache)
     with pytest.raises(RuntimeError, match="more than the 6 tokens"):
         cache.crop(-7)
+
+
+def test_only_recorded_tokens_are_taken_back():
+    model, input_ids = tiny_v41(), token_ids(1, 12)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids[:, :8], cache=cache)
+        cache.activate_past_recording()
+        with pytest.raises(RuntimeError, match="more than the 0 tokens"):
+            cache.crop(-1)
+        model(input_ids[:, 8:11], cache=cache)
+        cache.crop(-2)
+        logits = model(input_ids[:, 9:], cache=cache).logits
+        check_same_computation(logits, model(input_ids, use_cache=False).logits[:, 9:])
 
 
 def test_masks_that_cannot_be_followed():
@@ -406,6 +432,24 @@ def test_without_engram_no_tokenizer_is_needed(tmp_path):
     DeepseekV41ForCausalLM.from_pretrained(tmp_path)(token_ids(1, 4))
 
 
+@torch.no_grad()
+def test_a_full_layer_above_the_candidate_source_chooses_among_its_own_keys():
+    every = {"kv_source_layer_ids": [1, 2, 3, 4, 5, 6], "index_source_layer_ids": [1, 2, 3, 4, 5, 6]}
+    model, input_ids = tiny_v41(**every), token_ids(1, 23)
+    without = tiny_v41(**every, candidate_source_layer_id=-1)
+    without.load_state_dict(model.state_dict())
+    assert torch.equal(model(input_ids).logits, without(input_ids).logits)
+
+
+@torch.no_grad()
+def test_yarn_without_its_betas_has_the_usual_ones():
+    scaling = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    model, input_ids = tiny_v41(rope_scaling=scaling), token_ids(1, 23)
+    stated = tiny_v41(rope_scaling=scaling | {"beta_fast": 32, "beta_slow": 1})
+    stated.load_state_dict(model.state_dict())
+    assert torch.equal(model(input_ids).logits, stated(input_ids).logits)
+
+
 # Precision
 
 
@@ -440,6 +484,13 @@ def test_half_precision_of_a_file_keeps_the_fp32_parts(tmp_path):
     cast = model.to(torch.bfloat16).state_dict()
     assert all(torch.equal(tensor, cast[name]) for name, tensor in half.state_dict().items())
     assert half(input_ids).logits.isfinite().all()
+
+
+def test_a_new_model_in_half_precision_keeps_the_fp32_parts():
+    model = AutoModelForCausalLM.from_config(tiny_v41().config, dtype=torch.bfloat16)
+    model.set_tokenizer(tiny_tokenizer())
+    assert fp32_names(model) == expected_fp32_names(model)
+    assert model(token_ids(1, 9)).logits.isfinite().all()
 
 
 def test_autocast_keeps_the_fp32_parts():

@@ -172,6 +172,7 @@ def test_fp32_islands_survive_every_cast(golden, tmp_path):
         tiny_dspark().to(dtype=torch.float16),
         DeepseekV41DSparkModel.from_pretrained(tmp_path, dtype=torch.bfloat16),
         AutoModel.from_pretrained(tmp_path, dtype="bfloat16"),
+        AutoModel.from_config(draft.config, dtype=torch.bfloat16),
     ]
     for cast in casts:
         assert fp32_names(cast) == expected

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from kimi_k3_models import (
@@ -387,16 +389,25 @@ def test_save_and_load_is_bit_equal(tmp_path):
     assert not info["missing_keys"] and torch.equal(base.norm.weight, model.model.norm.weight)
 
 
-def test_half_precision_keeps_the_fp32_parts(tmp_path):
+@pytest.mark.parametrize("way", ["load", "new", "to", "bfloat16"])
+def test_half_precision_keeps_the_fp32_parts(way, tmp_path):
     model = tiny_k3()
-    model.save_pretrained(tmp_path)
-    half = KimiK3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    if way == "load":
+        model.save_pretrained(tmp_path)
+        half = KimiK3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    elif way == "new":
+        half = KimiK3ForCausalLM._from_config(model.config, dtype=torch.bfloat16)
+    else:
+        half = copy.deepcopy(model)
+        half = half.to(torch.bfloat16) if way == "to" else half.bfloat16()
     fp32 = {name for name, tensor in half.state_dict().items() if tensor.dtype == torch.float32}
     parts = ("A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight")
     expected = {f"model.layers.{i}.self_attn.{part}" for i in (0, 1, 3) for part in parts}
     expected |= {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3, 4)}
     assert fp32 == expected
-    assert all(torch.equal(half.state_dict()[name], model.state_dict()[name]) for name in fp32)
+    if way != "new":
+        assert all(torch.equal(half.state_dict()[name], model.state_dict()[name]) for name in fp32)
+    assert half(torch.arange(9)[None]).logits.isfinite().all()
 
 
 def test_fp32_computations_survive_autocast():

@@ -380,8 +380,11 @@ def save_temperatures(draft: PreTrainedModel, temperatures: list[float], directo
     draft.config.confidence_temperatures = list(temperatures)
     if is_adapter(str(directory)):
         return update_record(directory, confidence_temperatures=draft.config.confidence_temperatures)
-    with staged_directory(directory) as staging:
-        draft.config.save_pretrained(staging)
+    # The config that lies there: the draft may have been loaded in another dtype.
+    config = type(draft.config).from_pretrained(directory)
+    config.confidence_temperatures = list(temperatures)
     if (Path(directory) / CARD).exists():
-        rewrite_card(directory, draft.config)
+        rewrite_card(directory, config)
+    with staged_directory(directory) as staging:
+        config.save_pretrained(staging)
     return Path(directory) / "config.json"
