@@ -36,7 +36,10 @@ def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    on_windows = os.name == "nt"
+    if on_windows and path.is_dir():  # which cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDWR if on_windows else os.O_RDONLY)  # Windows syncs only what it may write to
     try:
         os.fsync(descriptor)
     finally:

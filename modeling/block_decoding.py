@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_draft import ANCHOR_FIRST
-from .cache_rollback import stuck_layers
+from .cache_rollback import held_lengths, stuck_layers
 from .decoding_call import (
     BatchDecodeOutput,
     BlockDecodeOutput,
@@ -250,10 +250,10 @@ def block_decode(
         `return_dict_in_generate` a [`BlockDecodeOutput`], of a batch a [`BatchDecodeOutput`].
 
     Raises:
-        ValueError: without a draft, with an `assistant_model`, `token_healing`, settings of another decoding mode or
-            processors that count their calls, with a cache that is absent, filled or cannot be rolled back, with a
-            draft that belongs to another target (see [`check_pair`]), or with a `confidence_schedule` for a draft
-            without a confidence head.
+        ValueError: without a draft, with an `assistant_model`, `token_healing`, `synced_gpus`, settings of another
+            decoding mode or processors that count their calls, with a cache that is absent, filled or cannot be rolled
+            back, with a draft that belongs to another target (see [`check_pair`]), or with a `confidence_schedule`
+            for a draft without a confidence head.
     """
     if draft is None:
         raise ValueError("block_decode needs `draft`: pass it to `generate` beside `custom_generate`.")
@@ -298,6 +298,12 @@ def _decode_row(
                 "without a record of the past. Decode this target without a draft, or give it cache layers that "
                 "support `activate_past_recording` and `crop`."
             )
+        if len(lengths := held_lengths(target.cache)) > 1:
+            raise ValueError(
+                f"block_decode takes back rejected tokens, but layers of the target's cache hold {lengths} rows: some "
+                "are of an image that cross-attention reads, not of tokens. Decode this prompt without a draft, or "
+                "without its images."
+            )
         target.cache.crop(0)
         features = drafter.read_prompt(capture.features(drafter.device))
         sequence.commit_next(logits)
@@ -309,11 +315,12 @@ def _decode_row(
             confidence_logits.append(proposal.confidence_logits)
             if confidence_schedule is not None and n > 0:
                 n = confidence_schedule(drafter.confidences(proposal.confidence_logits))
-            block = sequence.tokens[:, anchor : anchor + 1 + n]
-            logits = target.forward(block, anchor)
+            n = min(n, target.span(anchor) - 1)
+            tokens = sequence.tokens[:, : sequence.length + n]
+            logits = target.forward(tokens, anchor)
             with stopwatch.lap("match", target.device):
                 scores = sequence.score(logits, sequence.length)
-                weights, candidates = sequence.weigh(scores), block[:, 1:]
+                weights, candidates = sequence.weigh(scores), tokens[:, sequence.length :]
                 if proposal.probs is None:
                     accepted, next_token = match(candidates, sequence.choose(weights)[None])
                 else:
@@ -328,7 +335,10 @@ def _decode_row(
             with stopwatch.lap("rollback", target.device):
                 target.cache.crop(kept - 1 - n)
             with stopwatch.lap("features", target.device):
-                features = capture.features(drafter.device)[:, :kept]
+                features = capture.features(drafter.device)
+                # The block's are the last rows: a forward may have computed those before anew.
+                start = features.shape[1] - 1 - n
+                features = features[:, start : start + kept]
 
     output = sequence.finish()
     output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths

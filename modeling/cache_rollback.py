@@ -1,7 +1,7 @@
 """Caches that take tokens back: which can, and what their layers have in common."""
 
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 
 def holds_tokens(cache: Cache) -> bool:
@@ -23,6 +23,12 @@ def stuck_layers(cache: Cache) -> list[str]:
         return known and layer.is_croppable
 
     return sorted({type(layer).__name__ for layer in cache.layers if not takes_back(layer)})
+
+
+def held_lengths(cache: Cache) -> list[int]:
+    """How many rows the attention layers of a filled cache hold: one number, unless some hold what is no text."""
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    return sorted({int(layer.get_seq_length()) for layer in layers if layer.is_initialized})
 
 
 def check_crop(tokens_to_remove: int, record_past: bool) -> None:

@@ -204,28 +204,25 @@ def measure_cost_table(
     Args:
         target, draft: a pair that [`block_decode`] takes, in eval mode; the draft has a confidence head.
         input_ids: `[1, prompt]` int64, as long as prompts are in use: attention to a longer one costs more.
-        max_new_tokens: longest answer; the shorter, the more prefills.
+        max_new_tokens: length of the answers, which do not stop by themselves; the shorter, the more prefills.
         rounds: timed rounds of each length.
         inputs: further inputs of `generate`, such as `attention_mask`.
 
     Raises:
-        ValueError: if the answer ends before its second round, so that none can be timed.
+        ValueError: if `max_new_tokens` has no room for a round of g candidates and the next one, which ends its time.
     """
-    timer = _RoundTimer(draft.config.num_drafted)
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | inputs
-
-    def timed_rounds() -> int:
-        return sum(map(len, timer.seconds.values()))
-
+    longest = draft.config.num_drafted
+    # The prefill's token, a round that commits g + 1, and two more, since a round with room for one drafts nothing.
+    if max_new_tokens < longest + 4:
+        raise ValueError(
+            f"`max_new_tokens` is {max_new_tokens}: a round that verifies all {longest} candidates can only be timed "
+            f"in answers of at least {longest + 4} tokens."
+        )
+    timer = _RoundTimer(longest)
+    settings = {"do_sample": False} | inputs | {"max_new_tokens": max_new_tokens, "eos_token_id": None}
     while min(map(len, timer.seconds.values())) < rounds + 1:
-        before = timed_rounds()
         timer.start_answer()
         block_decode(target, input_ids, draft=draft, confidence_schedule=timer, **settings)
-        if timed_rounds() == before:
-            raise ValueError(
-                "The answer to `input_ids` ended before its second round, so there is nothing to time: give a prompt "
-                f"with a longer answer, or a higher `max_new_tokens` than {max_new_tokens}."
-            )
     # The first round of each length may have warmed something up.
     medians = [statistics.median(seconds[1:]) for seconds in timer.seconds.values()]
     return CostTable([length + 1 for length in timer.seconds], list(accumulate(medians, max)))

@@ -17,6 +17,7 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StaticCache,
     StoppingCriteriaList,
     StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
@@ -24,6 +25,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.utils import ModelOutput
 
 from .cache_rollback import holds_tokens
@@ -59,7 +61,8 @@ ASSISTED_SETTINGS = {
     "target_lookbehind": 10,
 }
 # Model inputs with a column for each token of the prompt.
-TOKEN_INPUTS = ("position_ids", "token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_INPUTS = ("position_ids", *TOKEN_TYPES)
 
 
 @dataclass
@@ -185,7 +188,8 @@ def find_streamer(name: str, model: PreTrainedModel, streamer: BaseStreamer | No
     answer there, or end it. The loop may be wrapped into any functions, so the call is looked for all the way up.
 
     Raises:
-        ValueError: if that call has an `assistant_model`, which `generate` keeps to itself as well.
+        ValueError: if that call has an `assistant_model`, which `generate` keeps to itself as well, or would keep the
+            ranks of a distributed run in step.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe().f_back
     while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is model):
@@ -195,6 +199,15 @@ def find_streamer(name: str, model: PreTrainedModel, streamer: BaseStreamer | No
     if frame.f_locals["assistant_model"] is not None:
         raise ValueError(
             f"{name} cannot use an assistant: leave out `assistant_model`; block_decode takes its draft as `draft`."
+        )
+    synced = frame.f_locals["synced_gpus"]
+    if synced is None:
+        synced = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    if synced and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            f"{name} cannot honour `synced_gpus`, set or implied by weights that ranks share (ZeRO-3, FSDP): a rank "
+            "whose answer takes fewer forwards would leave the others waiting. Decode with plain `generate`, or with "
+            "whole weights on each rank and `synced_gpus=False`."
         )
     return frame.f_locals["streamer"] if streamer is None else streamer
 
@@ -262,6 +275,9 @@ def _check_batch(
         raise ValueError(f"{name} fills up the shorter answers of a batch: set `pad_token_id`.")
     known = {"attention_mask", "cache", *TOKEN_INPUTS}
     others = sorted(key for key, value in inputs.items() if isinstance(value, torch.Tensor) and key not in known)
+    # Where the model can encode pictures by themselves, `generate` has done so, and keeps their features by kind.
+    encoded = inputs.get("mm_encoder_outputs") or {}
+    others += [f"{kind}s" for kind, features in encoded.items() if features is not None]
     if others:
         raise ValueError(
             f"{name} cannot tell which part of {others} belongs to which prompt: pass one prompt at a time."
@@ -288,7 +304,9 @@ def split_rows(input_ids: torch.LongTensor, model_kwargs: dict) -> Iterator[Row]
                 raise ValueError(f"Row {number} of `attention_mask` is all 0: a prompt needs at least one token.")
             padding = int(mask[number].ne(0).int().argmax())
             rest = mask[number : number + 1, padding:]
-            inputs["attention_mask"] = None if bool(rest.all()) else rest
+            # `generate` keeps a mask of ones for FlashAttention, which finds the end of a static cache's tokens by it.
+            is_needed = isinstance(cache, StaticCache) or not bool(rest.all())
+            inputs["attention_mask"] = rest if is_needed else None
         for name in TOKEN_INPUTS:
             if (values := inputs.get(name)) is not None:
                 # Positions of one row hold for all; those of some models have further dimensions in front.

@@ -39,8 +39,9 @@ def generate(
         inputs: `[batch, prompt]` int64, padded on the left; as in `generate` they may be called `input_ids` too.
         draft: the draft for this target, loaded, or the name of its repository or directory. By name it runs the code
             of that repository, is put beside the target's head, and is kept for further calls with the same target.
-        draft_revision: where to read a draft given by name; `revision` is that of the repository with this code.
-        revision: used by `generate` when it loaded this function.
+        draft_revision: commit, branch or tag of a draft given by name; default is `revision`, so that pinning the code
+            of a repository pins its draft, whose code runs too. A draft of another repository has its own.
+        revision: that of the repository with this code, from where `generate` loaded this function.
         assistant_model: must be `None`; transformers' own assisted decoding has this name for its draft.
         kwargs: all that `generate` takes, `streamer`, `tokenizer` and `confidence_schedule` included.
 
@@ -53,7 +54,7 @@ def generate(
         raise ValueError("This `custom_generate` needs `draft`: a loaded draft, or the name of its repository.")
     settings = {name: kwargs.pop(name) for name in LOADING_SETTINGS if name in kwargs}
     if isinstance(draft, (str, os.PathLike)):
-        draft = _load(model, str(draft), draft_revision, settings)
+        draft = _load(model, str(draft), draft_revision or revision, settings)
     elif draft_revision is not None:
         raise ValueError("`draft_revision` is for a `draft` given by name; this one is loaded already.")
     return call_generate(block_decode, model, inputs, draft=draft, **kwargs)

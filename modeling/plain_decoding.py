@@ -1,6 +1,7 @@
 """Plain decoding, one token a forward: the baseline of a speed-up, and the parts block decoding shares with it."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import chain
@@ -9,8 +10,12 @@ import torch
 from torch import nn
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -21,6 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from .decoding_call import (
+    TOKEN_TYPES,
     BatchDecodeOutput,
     BlockDecodeOutput,
     Row,
@@ -48,7 +54,9 @@ def sample(probs: torch.Tensor) -> torch.LongTensor:
     total = cumulative[..., -1:]
     # Strictly below the total, whatever the rounding.
     threshold = torch.minimum(torch.rand_like(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    drawn = torch.searchsorted(cumulative, threshold, right=True)
+    # A parallel scan's sums may rise by a rounding error where nothing was added.
+    return torch.where(probs.gather(-1, drawn) > 0, drawn, probs.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
 class Stopwatch:
@@ -111,6 +119,12 @@ class TokenSequence:
         self.finished = False
         self._processors = logits_processor
         self.prefix_free = all(isinstance(processor, PREFIX_FREE_PROCESSORS) for processor in logits_processor)
+        # Transformers' own take any prefix, but for the one that calls a function of the user's.
+        self._takes_any_prefix = all(
+            type(processor).__module__ == LogitsProcessor.__module__
+            and not isinstance(processor, PrefixConstrainedLogitsProcessor)
+            for processor in logits_processor
+        )
         stops = (c.eos_token_id.tolist() for c in stopping_criteria if isinstance(c, EosTokenCriteria))
         self._stop_tokens = {token for tokens in stops for token in tokens}
         self._criteria = StoppingCriteriaList(
@@ -131,9 +145,17 @@ class TokenSequence:
         scores = logits.to(self.tokens.device, torch.float32)
         if self.prefix_free:
             return self._processors(self.tokens[:, :position], scores)
+        live = len(scores) if self._takes_any_prefix else self._live_rows(position, len(scores))
         start = self._padding + position
-        rows = [self._process_row(self._padded[:, : start + k], row) for k, row in enumerate(scores)]
-        return torch.cat(rows)
+        rows = [self._process_row(self._padded[:, : start + k], row) for k, row in enumerate(scores[:live])]
+        return torch.cat([*rows, scores[live:]])
+
+    def _live_rows(self, position: int, n: int) -> int:
+        """How many of `n` rows from `position` on may count: those behind a stop token never do, and a constraint need
+        not know what to allow there. Waits for the device."""
+        ahead = self.tokens[0, self.length : position + n - 1].tolist()
+        stop = next((k for k, token in enumerate(ahead) if token in self._stop_tokens), len(ahead))
+        return max(0, self.length + stop + 1 - position)
 
     def _process_row(self, prefix: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         """`[1, prefix]` and `[vocab]` -> `[1, vocab]`. Some processors know the rows of their batch apart."""
@@ -207,13 +229,35 @@ def device_of(module: nn.Module, default: torch.device) -> torch.device:
     return default if device.type == "meta" else device
 
 
+def rotary_steps(config: PreTrainedConfig, max_length: int) -> list[int]:
+    """Ascending lengths, `max_length` among them: a forward that ends beyond one of them turns all its positions by
+    other angles than one that ends there (LongRoPE, dynamic NTK)."""
+    config = config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}  # only rotary models have the field
+    steps = [max_length]
+    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+        kind = parameters.get("rope_type") or "default"
+        if kind == "longrope":
+            steps.append(parameters["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            steps += range(config.max_position_embeddings, max_length)
+    return sorted(steps)
+
+
 class CachedTarget:
-    """The target with its cache: a prefill, then forwards on short blocks, without per-round input preparation."""
+    """The target with its cache: a prefill, then forwards on short blocks.
+
+    What a block needs is put together here, at less cost than `generate` does it; where the target's class has a way
+    of its own to prepare inputs (positions that start at 1, a cache to be computed anew), by the class.
+    """
 
     def __init__(self, model: PreTrainedModel, forward: Callable, max_length: int, stopwatch: Stopwatch, row: Row):
         self.model, self._forward, self._stopwatch = model, forward, stopwatch
         self.device = device_of(model, row.input_ids.device)
         self._prompt, self._inputs = row.input_ids[:, row.padding :], row.inputs
+        own = type(model).prepare_inputs_for_generation
+        self._has_own_way = own is not GenerationMixin.prepare_inputs_for_generation
+        self._rotary_steps = rotary_steps(model.config, max_length)
         self.cache = row.inputs["cache"]
         # Mask and positions up to `max_length`, sliced each round. Without holes there is no mask, and a target that
         # takes no positions gets none.
@@ -226,24 +270,49 @@ class CachedTarget:
             steps = self.positions[:, 1 : max_length - positions.shape[-1] + 1].to(positions.device)
             self.positions = torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
+    def span(self, position: int) -> int:
+        """How many tokens from `position` on a forward takes with the rotary angles that each would get alone."""
+        return self._rotary_steps[bisect_right(self._rotary_steps, position)] - position
+
     def prefill(self) -> torch.Tensor:
         """Logits `[1, vocab]` after the prompt."""
-        inputs = self.model.prepare_inputs_for_generation(self._prompt, is_first_iteration=True, **self._inputs)
-        with self._stopwatch.lap("prefill", self.device):
-            return self._forward(**inputs, return_dict=True).logits[:, -1]
+        inputs = self._prepare(self._prompt, is_first_iteration=True, **self._inputs)
+        # A static cache makes its tensors here: ordinary ones, which its owner may reset or fill outside the loop too.
+        with self._stopwatch.lap("prefill", self.device), torch.inference_mode(False), torch.no_grad():
+            output = self._forward(**inputs, return_dict=True)
+        # Inputs as far as the first new token, whose types are those of all that follow.
+        self._inputs = self.model._update_model_kwargs_for_generation(output, self._inputs, is_encoder_decoder=False)
+        return output.logits[:, -1]
 
-    def forward(self, block: torch.LongTensor, position: int) -> torch.Tensor:
-        """Logits `[n, vocab]` of a block `[1, n]` that starts at `position`."""
-        end = position + block.shape[1]
-        inputs = {"input_ids": block.to(self.device), "cache": self.cache, "use_cache": True}
+    def forward(self, tokens: torch.LongTensor, position: int) -> torch.Tensor:
+        """Logits `[n, vocab]` of the last n of `tokens` `[1, position + n]`, the ones that the cache does not hold."""
+        end, n = tokens.shape[1], tokens.shape[1] - position
+        inputs = {"cache": self.cache, "use_cache": True}
         if self.mask is not None:
             inputs["attention_mask"] = self.mask[:, :end].to(self.device)
         if self._takes_positions:
-            inputs["position_ids"] = self.positions[..., position:end].to(self.device)
-        if (types := self._inputs.get("token_type_ids")) is not None:
-            inputs["token_type_ids"] = types[:, -1:].expand_as(block).to(self.device)
+            start = 0 if self._has_own_way else position
+            inputs["position_ids"] = self.positions[..., start:end].to(self.device)
+        for name in TOKEN_TYPES:
+            if (types := self._inputs.get(name)) is not None:
+                inputs[name] = types[:, -1:].expand(-1, n).to(self.device)
+        if self._has_own_way:
+            inputs = self._inputs | inputs
+            if "logits_to_keep" in inputs:
+                inputs["logits_to_keep"] = n
+            inputs = self._prepare(tokens, next_sequence_length=n, **inputs)
+        else:
+            inputs["input_ids"] = tokens[:, position:].to(self.device)
         with self._stopwatch.lap("target", self.device):
-            return self._forward(**inputs, return_dict=True).logits[0]
+            return self._forward(**inputs, return_dict=True).logits[0, -n:]
+
+    def _prepare(self, tokens: torch.LongTensor, **inputs) -> dict:
+        inputs = self.model.prepare_inputs_for_generation(tokens, **inputs)
+        if inputs.get("cache") is None:
+            # To be computed anew, from all tokens: Phi does so where LongRoPE's long factors begin.
+            self.cache.reset()
+            inputs["cache"] = self.cache
+        return inputs
 
 
 def plain_decode(
@@ -274,8 +343,7 @@ def plain_decode(
             target = CachedTarget(model, model, sequence.max_length, stopwatch, row)
             sequence.commit_next(target.prefill())
             while not sequence.finished:
-                anchor = sequence.length - 1
-                sequence.commit_next(target.forward(sequence.tokens[:, anchor : sequence.length], anchor))
+                sequence.commit_next(target.forward(sequence.tokens[:, : sequence.length], sequence.length - 1))
         output = sequence.finish()
         output.accepted_lengths, output.verified_lengths = [], []
         output.seconds, output.cache = stopwatch.seconds(), target.cache

@@ -139,7 +139,12 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 
 MULTIMODAL = {
     "gemma3": (
         "gemma3",
-        {"text_config": LLAMA | SLIDING, "vision_config": VISION | {"image_size": 8, "patch_size": 4}},
+        {
+            "text_config": LLAMA | SLIDING,
+            "vision_config": VISION | {"image_size": 8, "patch_size": 4},
+            "mm_tokens_per_image": 4,
+            "image_token_index": 60,
+        },
     ),
     "qwen2_5_vl": (
         "qwen2_5_vl",
@@ -161,8 +166,12 @@ def build(case: Case) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def build_multimodal(name: str) -> PreTrainedModel:
+def multimodal(model_type: str, **settings) -> PreTrainedModel:
     torch.manual_seed(0)
-    model_type, settings = MULTIMODAL[name]
     config = CONFIG_MAPPING[model_type](**settings)
     return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+
+
+def build_multimodal(name: str) -> PreTrainedModel:
+    model_type, settings = MULTIMODAL[name]
+    return multimodal(model_type, **settings)

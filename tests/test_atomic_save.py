@@ -1,5 +1,8 @@
 """Files appear whole or not at all."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from blockdraft.modeling.atomic_save import staged_directory
@@ -33,3 +36,36 @@ def test_the_config_is_moved_last(tmp_path, monkeypatch):
         for name in ("config.json", "model.safetensors", "a.py"):
             (staging / name).write_text("")
     assert moved == ["a.py", "model.safetensors", "config.json"]
+
+
+class Windows:
+    """`os` where directories cannot be opened, and files are synced through descriptors that may write."""
+
+    name = "nt"
+
+    def __init__(self):
+        self.flags = {}
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, flags):
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied", str(path))
+        descriptor = os.open(path, flags)
+        self.flags[descriptor] = flags
+        return descriptor
+
+    def fsync(self, descriptor):
+        if not self.flags[descriptor] & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(9, "Bad file descriptor")
+
+
+def test_files_are_synced_on_windows(tmp_path, monkeypatch):
+    windows = Windows()
+    monkeypatch.setattr("blockdraft.modeling.atomic_save.os", windows)
+    with staged_directory(tmp_path / "new") as staging:
+        (staging / "folder").mkdir()
+        for name in ("config.json", "folder/inside"):
+            (staging / name).write_text(name)
+    assert (tmp_path / "new/folder/inside").read_text() == "folder/inside" and windows.flags

@@ -336,6 +336,16 @@ class TestCalibrate:
         assert report.accepted == sorted(report.accepted, reverse=True)
         assert draft.config.confidence_temperatures is None
 
+    @pytest.mark.parametrize("samples", [False, True])
+    def test_says_whether_the_target_samples(self, target_and_answer, samples, monkeypatch):
+        target, answer = target_and_answer
+        monkeypatch.setattr(target.generation_config, "do_sample", samples)
+        prompts = [answer[0, : len(PROMPT) + i].tolist() for i in range(2)]
+        draft, settings = confident_draft(target, answer, block_size=3), {"max_new_tokens": 20, "bootstrap_samples": 2}
+        config = GenerationConfig(temperature=0.6)
+        report = calibrate(target, draft, prompts[:1], prompts[1:], generation_config=config, **settings)
+        assert report.do_sample == samples
+
     def test_few_rounds_are_warned_of(self, target_and_answer, caplog):
         target, answer = target_and_answer
         prompts = [answer[0, : len(PROMPT) + i].tolist() for i in range(2)]

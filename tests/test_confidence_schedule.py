@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from decoding_models import build_draft, build_dspark_draft, build_target, prompts
+from decoding_models import build_draft, build_dspark_draft, build_target, prompts, reveal
 
 from blockdraft.modeling import confidence_schedule
 from blockdraft.modeling.block_decoding import block_decode
@@ -18,6 +18,8 @@ from blockdraft.modeling.confidence_schedule import (
     synchronous_lengths,
     throughputs,
 )
+from blockdraft.modeling.plain_decoding import TokenSequence
+from blockdraft.trainer.commands import cost_table
 
 LINEAR = {"tokens": [1, 2, 3, 4, 5, 6], "seconds": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
 
@@ -144,9 +146,29 @@ def _tokens(kwargs: dict) -> int:
     return kwargs["input_ids"].shape[1]
 
 
-def test_measuring_needs_a_confidence_head_and_an_answer():
+@pytest.mark.parametrize("block_size", [3, 5])
+def test_every_length_is_timed_in_the_shortest_answers(block_size):
+    """With a draft that is always right, whose longest round all but fills an answer, and a stop token inside."""
+    target, input_ids = build_target("qwen3"), prompts(1)[0]
+    answer = target.generate(input_ids, do_sample=False, max_new_tokens=24)
+    target.generation_config.eos_token_id = answer[0, input_ids.shape[1] + 3].item()
+    draft = reveal(build_dspark_draft(target, block_size=block_size), target, answer, fault_every=1000)
+    table = measure_cost_table(target, draft, input_ids, max_new_tokens=block_size + 4, rounds=1)
+    assert table.tokens == list(range(1, block_size + 2))
+    with pytest.raises(ValueError, match=f"`max_new_tokens` is {block_size + 3}.*at least {block_size + 4}"):
+        measure_cost_table(target, draft, input_ids, max_new_tokens=block_size + 3)
+
+
+def test_the_commands_rounds_cost_what_served_ones_do(monkeypatch):
+    """No processor that looks at each row by itself."""
+    target = build_target("qwen3")
+    monkeypatch.setattr(TokenSequence, "_process_row", None)
+    target.generation_config.eos_token_id = 62
+    table = cost_table(target, build_dspark_draft(target, block_size=3), prompts(1)[0][0].tolist(), 16)
+    assert table.tokens == [1, 2, 3, 4]
+
+
+def test_measuring_needs_a_confidence_head():
     target, input_ids = build_target("qwen3"), prompts(1)[0]
     with pytest.raises(ValueError, match="confidence head"):
         measure_cost_table(target, build_draft(target), input_ids)
-    with pytest.raises(ValueError, match="second round"):
-        measure_cost_table(target, build_dspark_draft(target), input_ids, max_new_tokens=2)

@@ -167,6 +167,30 @@ def test_assistant_model_is_another_path(pair):
         generate(target, prompts(1)[0], assistant_model=draft)
 
 
+@pytest.mark.parametrize("sharing", ["set", "ZeRO-3", "FSDP"])
+def test_ranks_are_not_kept_in_step(pair, sharing, monkeypatch):
+    """Nor can they be: each takes as many forwards as its answer needs."""
+    target, draft = pair
+    input_ids, settings = prompts(1)[0], dict(GREEDY)
+    expected = target.generate(input_ids, **settings)
+    if sharing == "set":
+        settings["synced_gpus"] = True
+    elif sharing == "ZeRO-3":
+        monkeypatch.setattr("blockdraft.modeling.decoding_call.is_deepspeed_zero3_enabled", lambda: True)
+    else:
+        monkeypatch.setattr(target, "_is_fsdp_managed_module", True, raising=False)
+    calls = [partial(target.generate, custom_generate=loop) for loop in as_loops(draft)]
+    calls += [partial(block_decode, target, draft=draft), partial(plain_decode, target)]
+    for call in calls:
+        assert torch.equal(call(input_ids, **settings), expected)  # alone
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for call in calls:
+        with pytest.raises(ValueError, match="_decode cannot honour `synced_gpus`"):
+            call(input_ids, **settings)
+        assert torch.equal(call(input_ids, **settings | {"synced_gpus": False}), expected)
+
+
 # Settings
 
 
@@ -313,9 +337,15 @@ answer = target.generate(**one, custom_generate=drafts[1], **own, **settings)
 assert torch.equal(answer, expected[-1:, : batch["input_ids"].shape[1] + 3])
 assert streamer.tokens == answer[0].tolist() and streamer.ended
 
-# From a Hub, with revisions for the code and for the draft
-hub = {"custom_generate": "user/draft", "revision": commit, "draft": "user/draft", "draft_revision": "main"}
+# From a Hub, at a commit: what was uploaded later does not run, of code and draft, unless it is asked for
+hub = {"custom_generate": "user/draft", "revision": commit, "draft": "user/draft"}
 assert torch.equal(target.generate(**batch, **hub, **settings), expected)
+try:
+    target.generate(**batch, **hub, draft_revision="main", **settings)
+except RuntimeError as error:
+    assert str(error) == "uploaded later"
+else:
+    raise AssertionError("the draft of the commit was loaded")
 
 # transformers' own path, for the DFlash draft
 settings.pop("trust_remote_code")
@@ -346,6 +376,8 @@ def test_repository_form_without_the_package(tmp_path, pair):
         hub.objects = {file.oid: file.content for file in tree.values() if file.lfs}
         repo = hub.repos["user/draft"] = Repo(private=False)
         commit = repo.add("main", Commit(None, "a draft", tree))
+        later = File(b'raise RuntimeError("uploaded later")', False)
+        repo.add("main", Commit(commit, "Later", tree | {"modeling_deepseek_v41_dspark.py": later}))
         files = [str(tmp_path / name) for name in ("target", "batch.safetensors", "dflash", "dspark")]
         environment = os.environ | {
             "HF_ENDPOINT": hub.url,
@@ -378,6 +410,9 @@ def test_a_draft_by_name_is_read_once_for_each_save(tmp_path, pair, monkeypatch)
     draft.save_pretrained(tmp_path)
     generate(target, input_ids, **settings)
     assert len(loads) == 2
+    del settings["draft_revision"]
+    generate(target, input_ids, **settings)
+    assert loads[2:] == [(str(tmp_path), known | {"revision": "v2"})]
     with pytest.raises(ValueError, match="`draft_revision` is for a `draft` given by name"):
         generate(target, input_ids, draft=draft, draft_revision="v1")
     with pytest.raises(ValueError, match="needs `draft`"):

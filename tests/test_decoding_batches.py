@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from any_targets import build_multimodal
 from decoding_models import build_draft, build_dspark_draft, build_target, prompts
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from blockdraft.modeling.block_decoding import block_decode
+from blockdraft.modeling.decoding_call import split_rows
 from blockdraft.modeling.plain_decoding import plain_decode
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -109,6 +111,45 @@ def test_batches_that_cannot_work_are_refused():
     block_decode(target, **inputs, **settings)  # all answers are equally long
     with pytest.raises(ValueError, match="set `pad_token_id`"):
         block_decode(target, **inputs, max_time=60.0, **settings)
+
+
+def test_a_static_cache_keeps_its_mask():
+    """FlashAttention finds the end of the tokens in it by a mask, of ones as well."""
+    input_ids = prompts(1)[0]
+    mask, config = torch.ones_like(input_ids), build_target("qwen3").config
+    for cache, kept in ((StaticCache(config=config, max_cache_len=32), True), (DynamicCache(config=config), False)):
+        (row,) = split_rows(input_ids, {"cache": cache, "attention_mask": mask})
+        assert (row.inputs["attention_mask"] is not None) == kept
+
+
+def test_text_for_a_multimodal_target():
+    """Kinds of tokens have a column for each token, padding included."""
+    target, inputs = build_multimodal("qwen2_5_vl"), left_padded(prompts(2))
+    inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    expected = target.generate(**inputs, **GREEDY)
+    assert torch.equal(plain_decode(target, **inputs, **GREEDY), expected)
+    assert torch.equal(
+        block_decode(target, draft=build_draft(target, target_layer_ids=[0, 2]), **inputs, **GREEDY), expected
+    )
+
+
+def test_images_of_several_prompts_are_refused():
+    """Which `generate` has encoded by then, all together."""
+    target = build_multimodal("gemma3")
+    image = target.config.image_token_id
+    input_ids = torch.tensor([[3, *[image] * 4, 7, 8], [5, *[image] * 4, 9, 11]])
+    inputs = {
+        "input_ids": input_ids,
+        "token_type_ids": (input_ids == image).long(),
+        "pixel_values": torch.randn(2, 3, 8, 8),
+    }
+    settings = GREEDY | {"draft": build_draft(target, target_layer_ids=[0, 2])}
+    with pytest.raises(ValueError, match=r"\['images'\].*one prompt at a time"):
+        block_decode(target, **inputs, **settings)
+    one = {name: value[:1] for name, value in inputs.items()}
+    assert torch.equal(block_decode(target, **one, **settings), target.generate(**one, **GREEDY))
+    with pytest.raises(ValueError, match=r"\['images'\].*one prompt at a time"):
+        block_decode(target, num_return_sequences=2, **one, **(settings | {"do_sample": True}))
 
 
 class Discard(BaseStreamer):

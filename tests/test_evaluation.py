@@ -120,6 +120,13 @@ class TestComparison:
         report = evaluate_decoding(*known_draft(), [PROMPT], 6, config)
         assert report.equal_to_greedy is None and report.differences == []
 
+    def test_what_is_left_open_is_the_targets(self):
+        target, draft = known_draft()
+        target.generation_config.do_sample = True
+        report = evaluate_decoding(target, draft, [PROMPT], 6, GenerationConfig(temperature=0.6))
+        assert report.equal_to_greedy is None and report.decoding == "sampling temperature 0.6"
+        assert evaluate_decoding(target, draft, [PROMPT], 6).equal_to_greedy
+
     def test_models_are_left_as_they_were(self):
         target, draft = known_draft()
         draft.train()

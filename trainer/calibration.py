@@ -236,7 +236,7 @@ def decode_rounds(
     Raises:
         ValueError: if not a single round has a label.
     """
-    config = answer_settings(generation_config, max_new_tokens)
+    config = answer_settings(target, generation_config, max_new_tokens)
     parts, found = [], 0
     with (
         eval_mode(target, draft),
@@ -361,7 +361,7 @@ def calibrate(
         labelled=labelled.tolist(),
         accepted=(test.accepted.sum(0) / labelled).tolist(),
         max_new_tokens=max_new_tokens,
-        do_sample=bool(generation_config is not None and generation_config.do_sample),
+        do_sample=answer_settings(target, generation_config, max_new_tokens).do_sample,
         dtype=str(target.dtype).removeprefix("torch."),
     )
 

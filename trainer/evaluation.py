@@ -197,9 +197,14 @@ def eval_mode(*models: PreTrainedModel) -> Iterator[None]:
             model.train(mode)
 
 
-def answer_settings(generation_config: GenerationConfig | None, max_new_tokens: int) -> GenerationConfig:
-    """A copy of the caller's settings, or greedy ones, with this limit, that makes decoders return their numbers."""
+def answer_settings(
+    target: PreTrainedModel, generation_config: GenerationConfig | None, max_new_tokens: int
+) -> GenerationConfig:
+    """A copy of the caller's settings, or greedy ones, with this limit, that makes decoders return their numbers.
+    Where the caller leaves open whether to sample, it says what the target does."""
     config = copy.deepcopy(generation_config) or GenerationConfig(do_sample=False)
+    if config.do_sample is None:
+        config.do_sample = bool(target.generation_config.do_sample)
     config.max_length, config.max_new_tokens, config.return_dict_in_generate = None, max_new_tokens, True
     return config
 
@@ -236,7 +241,7 @@ def _evaluate(
     """One report for each way to serve the draft, from one interleaved measurement."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("`prompts` must be token ids of at least one prompt, none of them empty.")
-    config = answer_settings(generation_config, max_new_tokens)
+    config = answer_settings(target, generation_config, max_new_tokens)
 
     def plain_loop(**inputs):
         return plain_decode(target, **inputs)
