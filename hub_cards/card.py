@@ -4,12 +4,14 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from ..configuration.configuration_draft import ANCHOR_FIRST, LAYER_OUTPUT
 from ..modeling.atomic_save import staged_directory
@@ -33,6 +35,7 @@ LABELS = {
 }
 NOT_IN_TABLE = ("license", "datasets")
 
+logger = logging.get_logger(__name__)
 _templates = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     undefined=StrictUndefined,
@@ -93,24 +96,36 @@ def write_adapter_card(
 
 
 def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Writes the card of a saved draft anew after a change of its config, with the metrics that lie there."""
+    """Writes the card of a saved draft anew for a config that is about to replace the one that lies there, with the
+    metrics that lie there. A card that was edited by hand is kept beside it."""
+    _keep_edited(directory, type(config).from_pretrained(directory))
     write_card(directory, config, _saved_metrics(directory))
 
 
 def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
     """
-    Adds a measurement to the card of a saved draft, in place of one of the same data set by the same protocol.
+    Adds a measurement to the card of a saved draft, in place of one of the same data set by the same protocol. A card
+    that was edited by hand is kept beside it.
 
     Args:
         directory, config: the saved draft and its config.
         data (`str`): name of the data set.
         headline (`Mapping`): what `DecodingReport.headline()` returns.
     """
+    _keep_edited(directory, config)
     metrics = _saved_metrics(directory)
     earlier = metrics.get(data, [])
     earlier = [earlier] if isinstance(earlier, Mapping) else earlier
     kept = [result for result in earlier if result["protocol"] != headline["protocol"]]
     write_card(directory, config, metrics | {data: [*kept, headline]})
+
+
+def _keep_edited(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
+    """Copies a card that is not the one that config and metrics give, before another one replaces it, and warns."""
+    card = Path(directory) / CARD
+    if card.exists() and card.read_bytes() != make_card(config, _saved_metrics(directory)).encode():
+        edited = shutil.copy2(card, f"{card}.edited")
+        logger.warning(f"The card is written anew. It had been edited: what it was is kept, unpublished, as {edited}.")
 
 
 def _saved_metrics(directory: str | os.PathLike) -> dict:

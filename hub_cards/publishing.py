@@ -1,13 +1,12 @@
 """Publishing saved drafts on the Hugging Face Hub: which files, in one commit, and errors that say what to do."""
 
-import filecmp
 import json
 import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,33 +33,23 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from .card import CARD, METRICS, card_of_repository, write_card
-from .card_rules import validate_card
+from .card import CARD, card_of_repository, write_card
+from .card_rules import is_hub_id, validate_card
+from .measurements import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LOADED,
+    MEASURED,
+    MODEL,
+    WEIGHTS,
+    is_model_of,
+    is_one_of,
+    measured_in,
+    measured_on_the_hub,
+)
 
 logger = logging.get_logger(__name__)
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
-# Of the weights beside them alone: where a push brings others, those that it does not replace are deleted. Other plots
-# may be the owner's.
-MEASURED = (
-    "metrics.json",
-    "report.json",
-    "report.md",
-    "calibration.json",
-    "calibration.md",
-    "all_results.json",
-    "eval_results.json",
-    "train_results.json",
-    "acceptance.png",
-    "acceptance_by_slot.png",
-    "acceptance_in_training.png",
-    "accepted_lengths.png",
-    "expert_load.png",
-    "loss.png",
-    "reliability.png",
-    "round_time.png",
-)
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # With the modules that `auto_map` leads to, all that is published.
 PUBLISHED = (
     "config.json",
@@ -175,6 +164,8 @@ def _check_adapter(directory: Path, present: set[str]) -> None:
             f"`base_model_name_or_path` in {directory / ADAPTER_CONFIG} names no repository ({base or 'nothing'}): "
             "push the base draft first, and train the adapter on it under that name."
         )
+    if any(is_one_of(name, WEIGHTS) for name in present):
+        raise ValueError(f"{directory} holds a draft and an adapter: push each from a directory of its own.")
 
 
 def _auto_map(config: Path) -> dict:
@@ -235,8 +226,8 @@ def publish(
     sleep: Callable[[float], None] = time.sleep,
 ) -> CommitInfo:
     """
-    Uploads a saved draft in one commit. What an earlier push left there of other weights, shards, measurements and
-    plots, is deleted in it.
+    Uploads a saved draft in one commit. What an earlier push left there of another model, shards, an adapter,
+    measurements and plots, is deleted in it.
 
     Server errors, broken connections and pushes that came in between are tried again, with growing waits.
 
@@ -265,7 +256,7 @@ def publish(
 
     Raises:
         ValueError: if the directory is not a whole draft, its card is not valid, or `repo_id` cannot be one.
-        PublishError: if the Hub refuses or stays out of reach.
+        PublishError: if the Hub refuses or stays out of reach, or an adapter would come to lie beside a draft.
     """
     directory = Path(directory)
     files = published_files(directory)
@@ -275,18 +266,23 @@ def publish(
     def push(api: HfApi) -> CommitInfo:
         repo = prepare_repository(api, repo_id, private)
         head = _head(api, repo, revision)
+        there = [file.rfilename for file in head.siblings]
+        if ADAPTER_CONFIG in files and any(is_one_of(name, WEIGHTS) for name in there):
+            raise PublishError(
+                f"{repo} was not published: it holds a whole model, which nobody could load without the adapter then. "
+                "Push the adapter to another repository."
+            )
         additions = [_addition(directory, name) for name in files if name != CARD]
         additions.append(CommitOperationAdd(CARD, card_of_repository(card, repo).encode()))
         for folder, checkpoint in (checkpoints or {}).items():
             additions += [_addition(Path(checkpoint), name, folder) for name in checkpoint_files(checkpoint)]
         new = {addition.path_in_repo for addition in additions}
-        replaced = MEASURED if ADAPTER_CONFIG in files else MEASURED + WEIGHTS  # an adapter may lie beside its base
         folders = tuple(f"{folder}/" for folder in checkpoints or {})
-        stale = [
-            name
-            for name in (file.rfilename for file in head.siblings)
-            if name not in new and (name.startswith(folders) or _is_one_of(name, replaced))
-        ]
+        left = [name for name in there if name not in new]
+        stale = [name for name in left if name.startswith(folders) or is_one_of(name, LOADED)]
+        measured = [name for name in left if is_one_of(name, MEASURED)]
+        if measured and not is_model_of(api, repo, head.sha, additions):
+            stale += measured
         return api.create_commit(
             repo,
             [*additions, *(CommitOperationDelete(path_in_repo=name) for name in stale)],
@@ -301,11 +297,6 @@ def publish(
     return with_retries(push, repo_id, token, sleep)
 
 
-def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a file beside the weights has such a name; what lies in folders is not meant."""
-    return "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
-
-
 def publish_model(
     draft: PreTrainedModel,
     repo_id: str,
@@ -316,7 +307,8 @@ def publish_model(
 ) -> CommitInfo:
     """
     Saves a draft with a fresh card and publishes it; `draft.push_to_hub` does this. The card has the measurements that
-    lie where the draft was loaded from, if its weights and settings are still those.
+    lie where the draft was loaded from, if its weights and settings are still those: in a directory, or in the default
+    branch of a repository.
 
     Args:
         draft ([`DraftPreTrainedModel`]): the draft.
@@ -327,7 +319,8 @@ def publish_model(
     """
     with tempfile.TemporaryDirectory() as directory:
         draft.save_pretrained(directory, max_shard_size=max_shard_size)
-        path = write_card(directory, draft.config, _measured(draft.name_or_path, Path(directory)))
+        metrics = _measured(draft.name_or_path, Path(directory), repo_id, kwargs.get("token"))
+        path = write_card(directory, draft.config, metrics)
         if tags:
             card = ModelCard.load(path, ignore_metadata_errors=False)
             card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
@@ -335,20 +328,14 @@ def publish_model(
         return publish(directory, repo_id, **kwargs)
 
 
-def _measured(source: str, saved: Path) -> dict | None:
-    """`metrics.json` of the directory that a draft was loaded from, if what is `saved` of it now is the same: the
-    weights byte for byte, the configuration but for the versions that wrote it."""
-    metrics, config = Path(source, METRICS), Path(source, "config.json")
-    if not source or not (metrics.is_file() and config.is_file()):
+def _measured(source: str, saved: Path, repo_id: str, token: str | bool | None) -> dict | None:
+    """`metrics.json` of the place that a draft was loaded from, if what is `saved` of it now is what lies there."""
+    if os.path.isdir(source):
+        return measured_in(source, saved)
+    if not is_hub_id(source):
         return None
-    settings = [json.loads(path.read_text(encoding="utf-8")) for path in (config, saved / "config.json")]
-    for each in settings:
-        each.pop("transformers_version", None)
-    weights = {path.name for path in saved.iterdir() if _is_one_of(path.name, WEIGHTS)}
-    same, *_ = filecmp.cmpfiles(source, saved, weights, shallow=False)
-    if settings[0] != settings[1] or set(same) != weights:
-        return None
-    return json.loads(metrics.read_text(encoding="utf-8"))
+    additions = [_addition(saved, path.name) for path in saved.iterdir() if is_one_of(path.name, MODEL)]
+    return with_retries(partial(measured_on_the_hub, source, additions), repo_id, token)
 
 
 def prepare_repository(api: HfApi, repo_id: str, private: bool | None) -> str:

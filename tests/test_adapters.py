@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from test_dspark_trainer import dspark_draft
 from torch import nn
 from transformers import AutoModel
 
+from blockdraft.hub_cards.card import card_of_repository
 from blockdraft.hub_cards.publishing import published_files
 from blockdraft.modeling.block_decoding import block_decode
 from blockdraft.trainer.adapters import load_merged, read_record, save_adapter
@@ -164,9 +166,14 @@ def test_what_an_adapter_says_of_itself(tmp_path, bases):
     assert record["training"]["adapter"] == {"peft_type": "LoRA", "r": 2, "lora_alpha": 8}
 
     save_temperatures(trainer.draft, [1.0, 2.0, 0.5, 1.5], tmp_path)
-    draft = load_draft(str(tmp_path))
-    assert draft.config.confidence_temperatures == [1.0, 2.0, 0.5, 1.5]
-    assert draft.config.objective == record["objective"] and draft.config.training == record["training"]
+    # As the card says: a draft that describes itself, in memory and where it is saved.
+    card = card_of_repository((tmp_path / "README.md").read_text(), str(tmp_path))
+    [call] = re.findall(r"`blockdraft\.trainer\.commands\.(load_draft\(.*?\))`", card)
+    draft = eval(call, {"load_draft": load_draft})
+    draft.save_pretrained(tmp_path / "kept")
+    for config in (draft.config, AutoModel.from_pretrained(tmp_path / "kept").config):
+        assert config.confidence_temperatures == [1.0, 2.0, 0.5, 1.5]
+        assert all(getattr(config, name) == record[name] for name in ("target", "objective", "training"))
     assert not (tmp_path / "config.json").exists()
     torch.testing.assert_close(output_of(draft), output_of(trainer.draft), rtol=0, atol=1e-5)
     # The merged draft is not what lies where its base lies.
@@ -369,6 +376,9 @@ def test_through_the_hub_into_a_process_without_the_package(tmp_path, bases, hub
     assert set(hub.repos["user/adapter"].tree()) - {".gitattributes"} == FILES
     with pytest.raises(ValueError, match="another commit, which `LoraConfig"):
         trainer_of(None, tmp_path / "other", draft=AutoModel.from_pretrained("user/draft"), lora={"revision": commit})
+    its_repository = {"push_to_hub": True, "hub_model_id": "user/draft"}
+    with pytest.raises(ValueError, match="`hub_model_id`: user/draft holds the adapter's base draft"):
+        trainer_of(None, tmp_path / "other", draft=AutoModel.from_pretrained("user/draft"), **its_repository)
 
     expected = output_of(trainer.draft)
     torch.save(inputs_of(trainer.draft), tmp_path / "inputs.pt")

@@ -3,7 +3,6 @@
 import ast
 import html
 import math
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import yaml
 from decoding_models import build_draft, build_dspark_draft, build_target
 from deepseek_v41_dspark_models import TINY as TINY_DSPARK
-from deepseek_v41_dspark_models import tiny_dspark
 from draft_models import TINY as TINY_DFLASH
 from huggingface_hub import ModelCard
 from peft import LoraConfig
@@ -24,7 +22,6 @@ from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.hub_cards.card import (
     TRANSFORMERS_VERSION,
-    add_to_card,
     card_of_repository,
     make_adapter_card,
     make_card,
@@ -36,7 +33,6 @@ from blockdraft.hub_cards.card import (
 from blockdraft.hub_cards.card_rules import validate_card
 from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.adapters import adapt, describe, save_adapter
-from blockdraft.trainer.calibration import save_temperatures
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
 TARGET = {
@@ -189,7 +185,7 @@ def test_says_what_it_is_and_how_to_decode():
     assert training["data"] == "[org/chats](https://huggingface.co/datasets/org/chats)"
     code = code_of(card)
     assert 'target_id = "Qwen/Qwen3-0.6B"' in code and code.count(f'revision="{COMMIT}"') == 2
-    assert 'draft_id, commit = "user/draft", "<commit sha>"' in code
+    assert 'draft_id, commit = "user/draft", "<commit sha>"  # this repository; fill in the commit' in code
     assert '"custom_generate": draft_id, "revision": commit, "trust_remote_code": True' in code
     assert 'assistant_model=draft, speculation_type="dflash"' in code and "import blockdraft" not in code
     assert "proposes 3 tokens in one forward" in card and f'"transformers>={TRANSFORMERS_VERSION}"' in card
@@ -421,39 +417,6 @@ def test_the_same_card_after_a_reload_anywhere(make_config, tmp_path, monkeypatc
     assert {name: (second / name).read_bytes() for name in names} == written
     assert written["acceptance.png"].startswith(b"\x89PNG") and len(written["acceptance.png"]) < 60_000
     assert b"matplotlib" not in written["acceptance.png"]
-
-
-def test_a_measurement_is_added_and_replaced(tmp_path):
-    write_card(tmp_path, config(), METRICS)
-    sampled = {"tau": 1.9, "protocol": PROTOCOL | {"decoding": "temperature 1"}}
-    for headline in (CHAT | {"tau": 2.5, "protocol": PROTOCOL}, sampled):
-        add_to_card(tmp_path, config(), "chat", headline)
-    add_to_card(tmp_path, config(), "maths", sampled)
-    [card] = ModelCard.load(tmp_path / "README.md").data.to_dict()["model-index"]
-    found = {(r["dataset"]["name"], r["metrics"][0]["value"]) for r in card["results"] if "tau" in str(r["metrics"])}
-    assert found == {("chat", 2.5), ("chat", 1.9), ("openai/openai_humaneval", 3.0), ("maths", 1.9)}
-
-
-def test_figures_of_earlier_weights_do_not_stay(tmp_path):
-    write_adapter_card(tmp_path, config(), ADAPTER, METRICS)
-    assert sorted(os.listdir(tmp_path)) == ["README.md", "acceptance.png", "metrics.json"]
-    write_card(tmp_path, config(), {"code": {"tau": 2, "protocol": PROTOCOL}})
-    assert sorted(os.listdir(tmp_path)) == ["README.md", "metrics.json"]
-    assert "acceptance.png" not in (tmp_path / "README.md").read_text()
-    write_card(tmp_path, config())
-    assert os.listdir(tmp_path) == ["README.md"]
-
-
-def test_a_calibrated_draft_says_so(tmp_path):
-    draft = tiny_dspark(target=TARGET)
-    write_card(tmp_path, draft.config, METRICS)
-    assert "not calibrated" in (tmp_path / "README.md").read_text()
-    save_temperatures(draft, [1.0, 1.5, 2.0, 2.5], tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert "| 1, 1.5, 2, 2.5 |" in card and "not calibrated" not in card and "| chat | 2.35 |" in card
-    (tmp_path / "README.md").unlink()
-    save_temperatures(draft, [1.0] * 4, tmp_path)
-    assert not (tmp_path / "README.md").exists()  # only where there was one
 
 
 # ---- hostile names ------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """The doctor on counting pairs: nothing to say of sound ones, and each planted fault found by the check it is for."""
 
 import json
+from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from counting_pairs import SPECIAL, chats, counting_tokenizer
@@ -14,15 +16,21 @@ from doctor_patients import (
     sound_rows,
     sound_target,
 )
+from hub_server import Fault
+from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from test_any_target import quantise
 from tokenizers import pre_tokenizers, processors
 from torch import nn
+from transformers import AutoConfig
 
 from blockdraft.configuration.configuration_draft import target_record
+from blockdraft.hub_cards.card import write_card
+from blockdraft.hub_cards.publishing import publish
 from blockdraft.trainer.cli import main
 from blockdraft.trainer.commands import load_draft
 from blockdraft.trainer.doctor import doctor
+from blockdraft.trainer.doctor_checkpoint import check_code, draft_folder, logged_training, read_settings
 from blockdraft.trainer.doctor_report import FAULT, SKIPPED, WARNING
 
 
@@ -401,6 +409,44 @@ def test_settings_of_another_type_are_named(kind, name, value, admit):
     else:
         with pytest.raises(ValueError, match=f"`{name}` is .*, not an object"):
             patient.examine()
+
+
+REPO = "user/draft"
+
+
+@pytest.fixture
+def published(hub, admit) -> Path:
+    """The directory of a draft that is on the Hub, with a checkpoint of its training."""
+    folder = admit("dflash").folder
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": LOG}))
+    write_card(folder, AutoConfig.from_pretrained(folder))
+    publish(folder, REPO, checkpoints={"checkpoint-1": folder})
+    return folder
+
+
+def test_of_the_hub_s_checkpoints_no_weights_are_read(published):
+    folder = draft_folder(REPO)
+    assert [path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")] == ["model.safetensors"]
+    assert logged_training(folder)[0] == {"accuracy": 0.98, "estimated_tau": 3.9}
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_code_that_is_not_in_the_cache_is_no_fault(published, hub, monkeypatch, offline):
+    """Only what the Hub, where it answers, has not either."""
+
+    def check():
+        folder = draft_folder(REPO)
+        return check_code(folder, read_settings(folder)).status
+
+    load_draft(REPO)  # by the package's own classes
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+        hub.faults = [Fault("/api/", 503, times=100)]
+        assert check() == SKIPPED
+    hub.faults = []
+    assert check() == "ok"
+    HfApi().delete_file("kimi_k3_layers.py", REPO)
+    assert check() == FAULT
 
 
 def test_command(admit, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Features that come back from disk are those that were computed."""
 
+import os
+
 import pytest
 import torch
 from datasets import concatenate_datasets
@@ -81,6 +83,15 @@ def test_later_epochs_train_as_without_it(tmp_path, make):
         forwards.append(len(ran))
     assert len(losses[0]) == 8 and losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert forwards[0] - forwards[1] == 4
+
+
+def test_any_system_has_what_it_calls(tmp_path, monkeypatch):
+    for name in ("pread", "preadv", "pwrite", "pwritev"):  # not on Windows
+        monkeypatch.delattr(os, name, raising=False)
+    cache, inputs = FeatureCache(tmp_path), batch([[1, 2], [3, 4, 5]])
+    cache.states(inputs, lambda inputs: of_rows(inputs, torch.float32))
+    found = cache.states(inputs, lambda inputs: pytest.fail("computed again"))
+    assert torch.equal(found[0], of_rows(inputs, torch.float32)[0] * inputs["attention_mask"][..., None])
 
 
 def test_the_file_has_no_name(tmp_path):

@@ -4,19 +4,21 @@ import json
 import re
 import threading
 from functools import partial
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
 from draft_models import tiny_draft
 from hub_server import EXPIRED_TOKEN, READ_TOKEN, TOKEN, Fault
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 from safetensors.torch import load
 from transformers import AutoModel
 
 from blockdraft.hub_cards import publishing
 from blockdraft.hub_cards.card import write_card
 from blockdraft.hub_cards.publishing import MEASURED, PublishError, publish, published_files, with_retries
+from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.cli import main
 from blockdraft.trainer.report import CAPTIONS, RELIABILITY, TEXTS
 
@@ -73,6 +75,11 @@ def index_of_a_lost_shard(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def adapter_beside_it(directory):
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "user/base"}))
+    (directory / "adapter_model.safetensors").touch()
+
+
 def adapter_of_a_local_base(directory):
     (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directory)}))
     (directory / "adapter_model.safetensors").touch()
@@ -89,6 +96,7 @@ def adapter_of_a_local_base(directory):
         (remove("kimi_k3_layers.py"), "lacks kimi_k3_layers.py"),
         (lambda directory: (directory / "config.json").write_text("{}"), "names no code"),
         (index_of_a_lost_shard, "lacks model-00001-of-00002"),
+        (adapter_beside_it, "a draft and an adapter: push each from a directory of its own"),
         (adapter_of_a_local_base, "base_model_name_or_path.*push the base draft first"),
         (link, "model.safetensors is a link"),
     ],
@@ -136,17 +144,33 @@ def test_every_plot_and_text_of_a_report_is_known_as_a_measurement():
     assert {*CAPTIONS, *TEXTS, RELIABILITY} < set(MEASURED)
 
 
-def test_an_adapter_leaves_its_base_alone(hub, saved, tmp_path):
+@pytest.fixture
+def adapter(tmp_path):
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": REPO}))
+    for name in ("adapter_model.safetensors", "optimizer.pt"):
+        (directory / name).write_text(name)
+    (directory / "README.md").write_text("---\nlicense: mit\n---\n")
+    return directory
+
+
+ADAPTER_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_draft_and_an_adapter_do_not_meet_in_a_repository(hub, saved, adapter):
+    """Who names the repository gets, by `AutoModel` too, what was pushed last: a draft that no adapter changes."""
+    assert published_files(adapter) == ADAPTER_FILES
     publish(saved, REPO)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": REPO}))
-    for name in ("adapter_model.safetensors", "README.md", "optimizer.pt"):
-        (adapter / name).write_text(name)
-    assert published_files(adapter) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    (adapter / "README.md").write_text("---\nlicense: mit\n---\n")
-    publish(adapter, REPO)
-    assert {"model.safetensors", "config.json", "adapter_model.safetensors"} < set(hub.repos[REPO].tree())
+    before = hub.repos[REPO].refs["main"]
+    with pytest.raises(PublishError, match="user/draft was not published: it holds a whole model.*another repository"):
+        publish(adapter, REPO)
+    assert hub.repos[REPO].refs["main"] == before
+    publish(adapter, "user/other")
+    assert set(hub.repos["user/other"].tree()) == {*ADAPTER_FILES, ".gitattributes"}
+    publish(saved, "user/other")
+    assert hub.repos["user/other"].tree().keys() == hub.repos[REPO].tree().keys()
+    assert type(AutoModel.from_pretrained("user/other")) is KimiK3DFlashDraftModel
 
 
 def test_branches_pull_requests_and_private_repositories(hub, saved, capsys):
@@ -187,20 +211,27 @@ def test_a_draft_pushes_itself(hub, tmp_path):
     assert "model.safetensors" in hub.repos["user/other"].tree("refs/pr/1")
 
 
-def test_a_draft_takes_its_measurements_along_while_it_is_what_was_measured(hub, tmp_path):
+PROTOCOL = {"decoding": "greedy", "block_size": 4, "prompts": 8, "max_new_tokens": 64, "dtype": "float32"}
+MEASUREMENT = {"chat": {"tau": 2.5, "protocol": PROTOCOL | {"hardware": "2 CPUs"}}}
+
+
+@pytest.mark.parametrize("on_the_hub", [False, True])
+def test_a_draft_takes_its_measurements_along_while_it_is_what_was_measured(hub, tmp_path, on_the_hub):
     draft = tiny_draft(target={"name_or_path": "org/target"})
     draft.save_pretrained(tmp_path)
-    protocol = {"decoding": "greedy", "block_size": 4, "prompts": 8, "max_new_tokens": 64}
-    metrics = {"chat": {"tau": 2.5, "protocol": protocol | {"dtype": "float32", "hardware": "2 CPUs"}}}
-    write_card(tmp_path, draft.config, metrics)
+    write_card(tmp_path, draft.config, MEASUREMENT)
+    source = tmp_path
+    if on_the_hub:
+        source = "user/source"
+        publish(tmp_path, source)
 
     def pushed(draft):
         draft.push_to_hub(REPO)
         tree = hub.repos[REPO].tree()
         assert ("metrics.json" in tree) == (b"2.50" in tree["README.md"].content)
-        return "metrics.json" in tree and json.loads(tree["metrics.json"].content) == metrics
+        return "metrics.json" in tree and json.loads(tree["metrics.json"].content) == MEASUREMENT
 
-    saved = partial(AutoModel.from_pretrained, tmp_path)
+    saved = partial(AutoModel.from_pretrained, source)
     assert not pushed(draft)  # made here: nothing says that it is what lies there
     assert pushed(saved())
     assert not pushed(saved(dtype=torch.bfloat16))
@@ -208,7 +239,51 @@ def test_a_draft_takes_its_measurements_along_while_it_is_what_was_measured(hub,
     trained.norm.weight.data[0] += 1
     configured.config.block_size = 3
     assert not pushed(trained) and not pushed(configured)
-    assert pushed(saved())
+    last = saved()
+    assert pushed(last)
+    if on_the_hub:
+        del hub.repos[source]
+        last.push_to_hub("user/copy")  # where it came from is gone
+        assert "metrics.json" not in hub.repos["user/copy"].tree()
+
+
+def by_another_version(repo_id, name):
+    """The same settings, as an older release would have written them."""
+    settings = json.loads(Path(hf_hub_download(repo_id, name)).read_text())
+    settings |= {"transformers_version": "5.0.0"} if name == "config.json" else {"peft_version": "0.1"}
+    HfApi().create_commit(
+        repo_id, [CommitOperationAdd(name, json.dumps(settings).encode())], commit_message="By another version"
+    )
+
+
+def test_measurements_lie_there_as_long_as_their_draft(hub, saved):
+    """A draft that comes back to its repository, from a directory or from there, with other tags."""
+    measured = {"metrics.json", "report.json", "report.md"}
+    draft = AutoModel.from_pretrained(saved)
+    write_card(saved, draft.config, MEASUREMENT)
+    (saved / "report.md").write_text("of these weights")
+    publish(saved, REPO)
+    first = hub.repos[REPO].refs["main"]
+    for again in (draft, *(AutoModel.from_pretrained(REPO, revision=revision) for revision in ("main", first))):
+        again.push_to_hub(REPO, tags=["chat"])
+        tree = hub.repos[REPO].tree()
+        assert measured < set(tree) and b"2.50" in tree["README.md"].content and b"- chat" in tree["README.md"].content
+        by_another_version(REPO, "config.json")
+    again.norm.weight.data[0] += 1
+    again.push_to_hub(REPO)
+    assert not set(MEASURED) & set(hub.repos[REPO].tree())
+
+
+def test_measurements_lie_there_as_long_as_their_adapter(hub, adapter):
+    (adapter / "report.md").write_text("of these weights")
+    publish(adapter, "user/other")
+    (adapter / "report.md").unlink()
+    by_another_version("user/other", "adapter_config.json")
+    publish(adapter, "user/other")
+    assert "report.md" in hub.repos["user/other"].tree()
+    (adapter / "adapter_model.safetensors").write_text("trained on")
+    publish(adapter, "user/other")
+    assert "report.md" not in hub.repos["user/other"].tree()
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------

@@ -102,8 +102,9 @@ def _check_names(config: LoraConfig, draft: nn.Module) -> None:
             raise ValueError(f"`{setting}` names {', '.join(missing)}, which the draft has not.")
 
 
-def check_publishable(model: PeftModel) -> None:
-    """Raises a `ValueError` if the adapter's base is a directory: whoever gets the adapter would not have it."""
+def check_publishable(model: PeftModel, repo_id: str) -> None:
+    """Raises a `ValueError` if the adapter's base is a directory, which whoever gets the adapter would not have, or is
+    in the repository itself, from where it could no longer be loaded alone."""
     [config] = model.peft_config.values()
     if os.path.isabs(base := config.base_model_name_or_path):
         raise ValueError(
@@ -111,6 +112,8 @@ def check_publishable(model: PeftModel) -> None:
             'have. Push the base first (`draft.push_to_hub("user/draft")`), load it by its repository name and train '
             "the adapter on that."
         )
+    if base == repo_id:
+        raise ValueError(f"`hub_model_id`: {repo_id} holds the adapter's base draft. Choose another repository.")
 
 
 def base_draft(model: nn.Module) -> PreTrainedModel:

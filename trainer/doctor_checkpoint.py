@@ -33,7 +33,10 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
         return Path(name)
     try:
         patterns = ["*.json", "*.safetensors", "*.py", "*.jinja"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        of_checkpoints = "*/*.safetensors"  # `*` stands for folders too
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=of_checkpoints)
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"`draft`: {name} is no directory here, and the Hub does not give it: {error}") from error
 
@@ -170,8 +173,17 @@ def check_code(folder: Path, settings: dict) -> Finding:
     try:
         code_files(folder / "config.json")
     except ValueError as error:
+        if _is_unlisted_snapshot(folder):
+            return skipped("code", "it is not in the cache of the Hub", "Look again where the Hub is in reach.")
         return fault("code", str(error), "Save the draft with its own `save_pretrained`, or upload the .py files too.")
     return ok("code", "its code is in the checkpoint")
+
+
+def _is_unlisted_snapshot(folder: Path) -> bool:
+    """Whether a folder is in the Hub's cache and may lack files of its repository: `snapshot_download` lists these
+    beside it, unless it does not reach the Hub."""
+    listing = folder.parent.parent / "trees" / f"{folder.name}.json"
+    return folder.match("models--*/snapshots/*") and not listing.is_file()
 
 
 def check_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Finding:

@@ -24,9 +24,9 @@ class FeatureCache:
 
     def __init__(self, directory: Path):
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - open as long as the cache lives
+        # Open as long as the cache lives. Unbuffered: a process that is forked must not write the rest of a buffer.
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self._offsets: dict[bytes, int] = {}  # in the file, by the row's digest
-        self._end = 0
         self._widths: list[int] = []
         self._dtype = torch.float32
 
@@ -59,19 +59,19 @@ class FeatureCache:
 
     def _append(self, digest: bytes, states: Tensor) -> None:
         data = _bytes(states)
-        self._offsets[digest] = self._end
+        self._offsets[digest] = self._file.seek(0, os.SEEK_END)
         while data:
-            written = os.pwrite(self._file.fileno(), data, self._end)
-            self._end, data = self._end + written, data[written:]
+            data = data[self._file.write(data) :]
 
     def _read(self, digests: list[bytes], lengths: list[int], attention_mask: Tensor) -> tuple[Tensor, ...]:
         states = torch.zeros(*attention_mask.shape, sum(self._widths), dtype=self._dtype)
         for row, (digest, length) in enumerate(zip(digests, lengths, strict=True)):
-            offset, data = self._offsets[digest], _bytes(states[row, :length])
+            data = _bytes(states[row, :length])
+            self._file.seek(self._offsets[digest])
             while data:
-                read = os.preadv(self._file.fileno(), [data], offset)
+                read = self._file.readinto(data)
                 assert read, "the file of features is shorter than its index"
-                offset, data = offset + read, data[read:]
+                data = data[read:]
         return states.to(attention_mask.device).split(self._widths, dim=-1)
 
 

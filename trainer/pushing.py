@@ -197,13 +197,13 @@ class HubPushing:
 
         Raises:
             PublishError: if the Hub refuses. A Hub that does not answer is warned about: the first push tries again.
-            ValueError: if an adapter is trained whose base is not on the Hub.
+            ValueError: if an adapter is trained whose base is not on the Hub, or lies in that repository.
         """
+        repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         if self.adapter is not None:
-            check_publishable(self.adapter)
+            check_publishable(self.adapter, repo_id)
         if not self.is_world_process_zero():
             return
-        repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         private = self.args.hub_private_repo if private is None else private
         try:
             repo_id = with_retries(partial(prepare_repository, repo_id=repo_id, private=private), repo_id, token)
@@ -241,7 +241,7 @@ class HubPushing:
 
         Raises:
             PublishError: if the Hub refuses or stays out of reach; the draft is saved nevertheless.
-            ValueError: if it is an adapter whose base is not on the Hub.
+            ValueError: if it is an adapter whose base is not on the Hub, or lies in the same repository.
         """
         if kwargs:
             logger.warning(f"Not used for a draft's card: {', '.join(sorted(kwargs))}.")
