@@ -106,14 +106,15 @@ def hub(monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights of each draft after the step that two gloo processes take, one of which gets rows without an anchor."""
+def two_ranks(tmp_path_factory) -> dict[str, dict]:
+    """What two gloo processes save, see `two_rank_step.py`: by draft type, weights after the step that they take, one
+    of them with rows without an anchor; by rank, its view of an evaluation and a run."""
     output_dir, script = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent / "two_rank_step.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
     result = subprocess.run([*command, str(output_dir)], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    return {family: torch.load(output_dir / f"{family}.pt", weights_only=True) for family in ("dflash", "dspark")}
+    return {path.stem: torch.load(path, weights_only=True) for path in output_dir.glob("*.pt")}
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from datasets import Dataset
 from blockdraft.trainer.chat_rows import (
     HUB_NAME,
     check_messages,
+    hub_datasets,
     iter_rows,
     open_rows,
     row_id,
@@ -57,7 +58,10 @@ def test_hub_datasets_and_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for name, split in (("owner/name", "train"), ("owner/name:test", "test"), (str(folder), "train")):
+    here = [f"{path}{split}" for path in ("owner/name", "./owner/name", folder) for split in ("", ":test")]
+    assert hub_datasets([*here, "owner/name/default:test", "owner/other:test"]) == ["owner/other"]
+    for name in here:
+        split = "test" if name.endswith(":test") else "train"
         assert read(name) == [(0, {"prompt": "of", "completion": split})]
         [(_, stream)] = open_rows(name, streaming=True)
         assert list(stream) == [{"prompt": "of", "completion": split}]

@@ -250,12 +250,43 @@ def test_train_saves_a_draft_that_loads_and_is_described(draft_dir):
     assert {"metrics.json", "acceptance.png"} <= names
 
 
-def test_the_same_command_goes_on(draft_dir, config_file, capsys):
-    before = (draft_dir / "model.safetensors").read_bytes()
-    assert main(["train", str(config_file)]) == 0
-    assert f"{draft_dir / 'checkpoint-2'} has all of 2 steps." in capsys.readouterr().out
-    assert (draft_dir / "model.safetensors").read_bytes() == before
+def test_a_finished_draft_stays_as_it_is(draft_type, draft_dir, config_file, target_dir, data_file, capsys):
+    """Calibrated and measured after its training, its card edited by hand."""
+    pair, data = [str(target_dir), str(draft_dir)], ["--data", str(data_file), "--max_new_tokens", "12"]
+    if draft_type == "dspark":
+        assert main(["calibrate", *pair, *data, "--rounds", "8"]) == 0
+    assert main(["evaluate", *pair, *data, "--num_prompts", "1", "--card", "chats"]) == 0
+    with open(draft_dir / "README.md", "a") as card:
+        card.write("\nMine.\n")
+    before = {path.name: path.read_bytes() for path in draft_dir.iterdir() if path.is_file()}
+    for more in ([], ["--eval_decode_prompts", "0"]):
+        assert main(["train", str(config_file), *more]) == 0
+        assert f"{draft_dir} is finished and stays as it is" in capsys.readouterr().out
+        assert {path.name: path.read_bytes() for path in draft_dir.iterdir() if path.is_file()} == before
 
+
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="module", indirect=True)
+def test_a_run_that_ended_in_its_last_evaluation_is_finished_by_the_next(config_file, tmp_path, monkeypatch, capsys):
+    """Also where the directory holds an earlier draft of as many steps."""
+    command = ["train", str(config_file), "--output_dir", str(tmp_path)]
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    weights = set()
+    for more in (["--learning_rate", "0.1"], ["--learning_rate", "0.2", "--overwrite_output_dir"]):
+        with monkeypatch.context() as patch:
+            patch.setattr("blockdraft.trainer.cli.evaluate_decoding", interrupt)
+            assert main([*command, *more]) == 130
+        capsys.readouterr()
+        assert main([*command, *more[:2]]) == 0
+        assert f"{tmp_path / 'checkpoint-2'} has all of 2 steps." in capsys.readouterr().out
+        weights.add((tmp_path / "model.safetensors").read_bytes())
+        assert (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes() in weights
+    assert len(weights) == 2
+
+
+def test_the_same_command_goes_on(draft_dir, config_file, capsys):
     figures = ("report.json", "report.md", "round_time.png", "metrics.json", "acceptance.png")
     assert all((draft_dir / name).is_file() for name in figures)
     assert main(["train", str(config_file), "--max_steps", "3", "--eval_decode_prompts", "0"]) == 0
@@ -270,7 +301,7 @@ def test_another_draft_is_not_put_into_a_run(draft_dir, config_file, capsys):
     other = draft_dir.parent / "other"
     again = ["train", str(config_file), "--output_dir", str(other), "--eval_decode_prompts", "0", "--max_steps", "1"]
     assert main([*again, "--save_strategy", "no"]) == 0
-    assert main([*again, "--save_strategy", "no"]) == 2
+    assert main([*again, "--save_strategy", "no", "--max_steps", "2"]) == 2
     assert "holds a model and no checkpoint" in capsys.readouterr().err
     assert main([*again, "--block_size", "5", "--overwrite_output_dir"]) == 0
     assert json.loads((other / "config.json").read_text())["block_size"] == 5
@@ -426,7 +457,7 @@ def test_an_adapter_is_trained_and_evaluated(draft_dir, target_dir, data_file, t
     command = ["train", *(f"--{name}={value}" for name, value in settings.items())]
     assert main(command) == 0
     assert main(command) == 0
-    assert "has all of 2 steps" in capsys.readouterr().out
+    assert "is finished and stays as it is" in capsys.readouterr().out
     config = json.loads((output_dir / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (2, 2, True)
     assert config["base_model_name_or_path"] == str(draft_dir)

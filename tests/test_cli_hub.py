@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from decoding_models import LLAMA_LIKE
 from deepseek_v41_dspark_models import tiny_dspark
+from hub_server import Fault
 from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -60,12 +61,17 @@ def commit(repo_id: str, name: str, content: str) -> str:
     return HfApi().create_commit(repo_id, [CommitOperationAdd(name, content.encode())], commit_message="Later").oid
 
 
-def train(data: Path, output_dir: Path, **settings) -> Path:
+def training(data: Path, output_dir: Path, **settings) -> list[str]:
+    """The command."""
     settings = TRAINING | {"train_data": data, "output_dir": output_dir} | settings
     argv = []
     for name, value in settings.items():
         argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    assert main(["train", *argv]) == 0
+    return ["train", *argv]
+
+
+def train(data: Path, output_dir: Path, **settings) -> Path:
+    assert main(training(data, output_dir, **settings)) == 0
     return output_dir
 
 
@@ -125,6 +131,22 @@ def test_commands_take_a_draft_at_a_revision(hub, target, data, tmp_path, capsys
     ):
         assert main(command) == 2 and "no-such-branch" in capsys.readouterr().err
         assert main([*command, "--draft_revision", sound]) == 0
+
+
+def test_a_finished_draft_is_published_as_it_lies_there(hub, target, data, tmp_path, capsys):
+    """By the command of its training with `push_to_hub`; where that fails, the error is the command's."""
+    draft = train(data, tmp_path / "draft", **SHAPE)
+    with open(draft / "README.md", "a") as card:
+        card.write("\nMine.\n")
+    before = {path.name: path.read_bytes() for path in draft.iterdir() if path.is_file()}
+    command = training(data, draft, **SHAPE, push_to_hub=True, hub_model_id=DRAFT)
+    hub.faults = [Fault("/commit/", 403, times=100)]
+    assert main(command) == 2 and "no right to write" in capsys.readouterr().err
+    hub.faults = []
+    assert main(command) == 0
+    tree = hub.repos[DRAFT].tree()
+    assert tree["model.safetensors"].content == before["model.safetensors"] and b"Mine." in tree["README.md"].content
+    assert {path.name: path.read_bytes() for path in draft.iterdir() if path.is_file()} == before
 
 
 def test_the_doctor_looks_at_an_adapter_in_a_directory(hub, target, data, tmp_path, capsys):

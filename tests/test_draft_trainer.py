@@ -1,5 +1,6 @@
 """The draft trainer on tiny K3 and Qwen3 targets: exact accumulation, resuming, packed rows, checkpoints, logs."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from datasets import Dataset
 from decoding_models import build_draft, build_target
 from huggingface_hub import ModelCard
 from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.hub_cards.card import make_card
@@ -113,12 +116,17 @@ def _sampled_rows(trainer: DraftTrainer, count: int) -> list[list[int]]:
     return [batch["row_id"].tolist() for batch in loader][:count]
 
 
-def test_resume_is_exact(tmp_path):
-    straight = make_trainer(tmp_path / "a", max_steps=6, optim="adamw_torch", learning_rate=1e-3)
+@pytest.mark.parametrize(
+    ("strategy", "interrupted"), [("random", 3), ("random", 5), ("group_by_length", 5), ("batch_rebalance", 5)]
+)
+def test_resume_is_exact(tmp_path, strategy, interrupted):
+    """In the first epoch or in the second one, of 4 steps each."""
+    common = {"optim": "adamw_torch", "learning_rate": 1e-3, "train_sampling_strategy": strategy}
+    straight = make_trainer(tmp_path / "a", max_steps=7, **common)
     straight.train()
-    common = {"optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 3}
-    make_trainer(tmp_path / "b", max_steps=3, **common).train()
-    resumed = make_trainer(tmp_path / "b", max_steps=6, **common)
+    common |= {"save_strategy": "steps", "save_steps": interrupted}
+    make_trainer(tmp_path / "b", max_steps=interrupted, **common).train()
+    resumed = make_trainer(tmp_path / "b", max_steps=7, **common)
     resumed.train(resume_from_checkpoint=True)
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
@@ -212,6 +220,24 @@ def test_best_checkpoint_is_recorded_under_its_final_name(tmp_path):
     assert best.parent == tmp_path and (best / "model.safetensors").exists()
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(best)
+
+
+@pytest.mark.parametrize(("losses", "best"), [((1.0,), None), ((5.0, 2.0, 1.0), 2)])
+def test_only_a_saved_checkpoint_is_the_best_one(tmp_path, losses, best):
+    """Every step is evaluated, every second one saved; beside the best one no more than the last one is kept."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(tmp_path, max_steps=4, load_best_model_at_end=True, save_total_limit=1, **settings)
+    values = itertools.chain(losses, itertools.repeat(9.0))
+    trainer.evaluate = lambda **_: {"eval_loss": next(values)}
+    trainer.train()
+    kept = tmp_path / f"checkpoint-{best or 4}"
+    assert trainer.state.best_model_checkpoint == (str(kept) if best else None)
+    assert [*tmp_path.glob("checkpoint-*")] == [kept]
+    saved = load_file(kept / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(trainer).items())
+    trainer.save_model()
+    said = json.loads((tmp_path / "config.json").read_text())["training"]
+    assert (said["global_step"], said["epoch"]) == (best or 4, (best or 4) / 4)
 
 
 def test_logs(tmp_path):
@@ -310,11 +336,33 @@ def test_packed_documents_equal_their_own_rows(tmp_path):
         ({"confidence_head_alpha": -0.1}, "confidence_head_alpha"),
         ({"expert_bias_step": -1e-3}, "expert_bias_step"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
+        ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen"),
     ],
 )
 def test_arguments_are_checked(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **arguments)
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"])
+def test_functions_of_labels_are_refused(tmp_path, name):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        DraftTrainer(trainer.model, trainer.target, trainer.args, **{name: lambda *_: {}})
+
+
+def test_the_target_goes_to_the_device_where_the_draft_waits(tmp_path, monkeypatch):
+    """As under FSDP, DeepSpeed and evaluation in half precision; one that was dispatched stays."""
+    moved = []
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: moved.append(model))
+    trainer = make_trainer(tmp_path, fp16_full_eval=True)
+    assert moved == [trainer.target]
+    trainer.target.hf_device_map = {"": "cpu"}
+    DraftTrainer(trainer.model, trainer.target, trainer.args)
+    assert moved == [trainer.target]
 
 
 def test_decay_defaults_to_the_paper(tmp_path):
@@ -339,33 +387,16 @@ def test_two_ranks_equal_one(tmp_path, two_ranks):
     assert_close(two_ranks["dflash"], weights(single), 1e-5)
 
 
-def test_several_data_sets_and_streams_are_evaluated(tmp_path):
-    trainer = make_trainer(tmp_path, eval_decode_prompts=2, eval_max_new_tokens=4, eval_strategy="steps", eval_steps=2)
-    chat, code = make_rows(4), make_rows(6, seed=1)
-    alone = trainer.evaluate(chat)
-    streamed = trainer.evaluate(chat.to_iterable_dataset())
-    same = [name for name in alone if "per_second" not in name and "share" not in name and "tau" not in name]
-    assert "eval_tau" in streamed and {n: streamed[n] for n in same} == {n: alone[n] for n in same}
-    both = trainer.evaluate({"chat": chat, "code": code})
-    assert {name: both[name.replace("eval_", "eval_chat_")] for name in same} == {name: alone[name] for name in same}
-    assert "eval_code_tau" in both and both["eval_code_loss"] != both["eval_chat_loss"]
-    trainer.eval_dataset = {"chat": chat, "code": code.to_iterable_dataset()}
-    trainer.train()
-    logged = [log for log in trainer.state.log_history if "eval_code_loss" in log]
-    assert [log["step"] for log in logged] == [2] and any("eval_chat_tau" in log for log in trainer.state.log_history)
+def test_two_ranks_load_the_best_checkpoint(two_ranks):
+    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
+        best = Path(rank["best"])
+        saved = load_file(best / "model.safetensors")
+        assert (best.parent.name, best.name) == ("run", "checkpoint-1")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in rank["weights"].items())
 
 
-def test_evaluate_decodes_for_real(tmp_path):
-    trainer = make_trainer(tmp_path, eval_decode_prompts=4, eval_max_new_tokens=6)
-    trainer.model.train()
-    metrics = trainer.evaluate()
-    assert trainer.model.training
-    assert metrics["eval_prompts"] == 4 and 1 <= metrics["eval_tau"] <= BLOCK
-    assert {"eval_loss", "eval_accuracy", "eval_tau_without_loops", "eval_acceptance_slot_1"} <= set(metrics)
-    assert not any(value != value for value in metrics.values())  # what was not measured is left out, not NaN
-    assert trainer.state.log_history[-1]["eval_tau"] == metrics["eval_tau"]
-    # The same anchors each time: the loss moves with the draft alone.
-    assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]
+def test_two_ranks_share_out_the_rows_that_are_grouped_by_length(two_ranks):
+    assert sorted(two_ranks["rank0"]["rows"] + two_ranks["rank1"]["rows"]) == [*range(8)]
 
 
 def test_warns_where_masked_slots_cannot_differ(tmp_path, caplog):

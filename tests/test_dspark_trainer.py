@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from decoding_models import MASK, build_draft, build_target
+from peft import LoraConfig
 from safetensors.torch import load_file
 from test_draft_trainer import (
     assert_close,
@@ -13,12 +14,14 @@ from test_draft_trainer import (
     weights,
 )
 from torch import nn
+from transformers import AutoModel
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.modeling.modeling_deepseek_v41 import DeepseekV41ForCausalLM
 from blockdraft.modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.modeling.target_features import decoder_layers
+from blockdraft.trainer.commands import load_draft
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
@@ -198,6 +201,21 @@ def test_checkpoint_says_how_it_was_trained(tmp_path):
     assert not any("embed_tokens" in key or "lm_head" in key for key in saved)
     again = DeepseekV41DSparkModel.from_pretrained(tmp_path / "checkpoint-2")
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in weights(trainer).items())
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapter"])
+def test_an_earlier_calibration_does_not_outlive_the_weights(tmp_path, adapts):
+    target = v41_target()
+    draft = dspark_draft(target, confidence_temperatures=[1.5] * 4)
+    draft.save_pretrained(tmp_path / "base")
+    draft = AutoModel.from_pretrained(tmp_path / "base")
+    peft_config = LoraConfig(r=2) if adapts else None
+    arguments = dspark_arguments(tmp_path / "out", max_steps=1)
+    trainer = DSparkTrainer(draft, target, arguments, train_dataset=make_rows(), peft_config=peft_config)
+    assert trainer.draft_config.confidence_temperatures == [1.5] * 4
+    trainer.train()
+    trainer.save_model()
+    assert load_draft(str(tmp_path / "out")).config.confidence_temperatures is None
 
 
 def test_logs(tmp_path):

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 import torch
+from test_commands import LOAD_BEST
 from test_draft_trainer import make_trainer, weights
 from transformers import TrainerCallback
 
@@ -31,9 +32,14 @@ class PressCtrlC(TrainerCallback):
                 signal.raise_signal(signal.SIGINT)
 
 
-def interruptible(output_dir, *callbacks):
-    settings = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(output_dir, **settings)
+class PressCtrlCInEvaluation(TrainerCallback):
+    def on_evaluate(self, args, state, control, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+
+
+def interruptible(output_dir, *callbacks, **settings):
+    common = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(output_dir, **common | settings)
     for callback in (SaveOnInterrupt(), *callbacks):
         trainer.add_callback(callback)
     return trainer
@@ -61,3 +67,25 @@ def test_a_second_press_stops_at_once(tmp_path):
         train_draft(interruptible(tmp_path, PressCtrlC(1, times=2)))
     assert signal.getsignal(signal.SIGINT) is handler
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("strategy", [{"save_strategy": "steps", "save_steps": 1}, {"save_strategy": "best"}])
+def test_the_step_is_kept_beside_the_best_one(tmp_path, strategy):
+    """Where one checkpoint is kept, and where only the best step would be saved."""
+    settings = LOAD_BEST | strategy | {"save_total_limit": 1}
+    with pytest.raises(KeyboardInterrupt, match="step 3 is saved"):
+        train_draft(interruptible(tmp_path / "a", PressCtrlC(3), **settings))
+    assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+
+    resumed, straight = (interruptible(tmp_path / name, **settings) for name in "ab")
+    for trainer in (resumed, straight):
+        train_draft(trainer)
+        assert trainer.state.best_global_step == 1
+    torch.testing.assert_close(weights(resumed), weights(straight), rtol=0, atol=0)
+
+
+def test_the_last_step_is_saved_after_an_evaluation_that_was_interrupted(tmp_path):
+    trainer = interruptible(tmp_path, PressCtrlCInEvaluation(), eval_strategy="steps", eval_steps=4)
+    with pytest.raises(KeyboardInterrupt, match="step 4 is saved"):
+        train_draft(trainer)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]

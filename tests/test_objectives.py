@@ -10,6 +10,7 @@ from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashCo
 from blockdraft.modeling.block_attention import additive_mask, block_attention_mask, document_ids_from_lengths
 from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.objectives import (
+    BlockLoss,
     BlockTargets,
     block_acceptance,
     block_loss,
@@ -321,3 +322,11 @@ def test_half_precision_logits_are_summed_in_fp32():
     assert loss.loss_sum.dtype == torch.float32
     expected = F.cross_entropy(head(hidden[0, 1:]).float(), targets.token_ids[0, 0, 1:], reduction="sum")
     assert_near(loss.loss_sum, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), ("mps", torch.float32)])
+def test_sums_start_in_a_dtype_that_the_device_has(monkeypatch, device, dtype):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
+    total = BlockLoss.zeros(4, torch.device(device))
+    assert {tensor.dtype for tensor in vars(total).values()} == {dtype}

@@ -51,15 +51,17 @@ def open_rows(source: Source, streaming: bool = False) -> list[tuple[str, Datase
 
 def hub_datasets(names: Sequence[str | Path]) -> list[str]:
     """Ids of the Hub datasets among names of chat rows, each once."""
-    named = [HUB_NAME.fullmatch(str(name)) for name in names if not Path(name).exists()]
-    return sorted({hub["path"] for hub in named if hub and Path(hub.string).suffix not in SUFFIXES})
+    named = [HUB_NAME.fullmatch(str(name)) for name in names if Path(name).suffix not in SUFFIXES]
+    return sorted({hub["path"] for hub in named if hub and not Path(hub["path"]).exists()})  # else it lies here
 
 
 def _open(name: str, streaming: bool) -> Dataset | IterableDataset:
     path, hub = Path(name), HUB_NAME.fullmatch(name)
-    if path.is_file() or path.suffix in SUFFIXES or not (hub or path.is_dir()):
+    folder, _, split = (name, "", "") if path.is_dir() else name.partition(":")
+    is_folder = Path(folder).is_dir()
+    if path.is_file() or path.suffix in SUFFIXES or not (hub or is_folder):
         return _open_file(path, streaming)
-    named = hub.groupdict() if hub else {"path": name}
+    named = {"path": folder, "split": split} if is_folder else hub.groupdict()
     try:
         return load_dataset(**named | {"split": named.get("split") or "train"}, streaming=streaming)
     except (ValueError, OSError) as error:

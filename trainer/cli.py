@@ -16,6 +16,7 @@ lists the settings.
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,17 @@ from .cli_arguments import (
     SettingsParser,
     TargetArguments,
 )
-from .commands import TimeEstimate, cost_table, load_draft, load_target, new_draft, new_trainer, train_draft
+from .commands import (
+    TimeEstimate,
+    cost_table,
+    is_finished,
+    load_draft,
+    load_target,
+    new_draft,
+    new_trainer,
+    save_finished,
+    train_draft,
+)
 from .data import answers_of, mix, prepare_dataset, prepare_stream
 from .doctor import doctor
 from .doctor_checkpoint import draft_folder
@@ -102,8 +113,8 @@ def train(
     args: DraftTrainingArguments,
 ) -> None:
     """Trains a draft for a frozen target, evaluates it by real decoding, and saves it with its card and report. An
-    interrupted run goes on from its last checkpoint when the same command is given again. With `lora_r` an adapter of
-    an existing draft is trained and saved instead."""
+    interrupted run goes on from its last checkpoint when the same command is given again; a finished draft stays as it
+    is. With `lora_r` an adapter of an existing draft is trained and saved instead."""
     lora = lora_args.lora_config()
     if lora and not draft_args.draft:
         raise ValueError("`lora_r` adapts a draft that is saved already: name it as `draft`.")
@@ -132,16 +143,23 @@ def train(
         callbacks=[SaveOnInterrupt(), TimeEstimate()],
     )
     trainer.data_record = {"answers": answers}
-    train_draft(trainer, run_args.overwrite_output_dir)
-    if args.eval_decode_prompts and trainer.is_world_process_zero():
-        prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
-        report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
-        trainer.card_metrics = {"held-out prompts": report.headline()}
-        print(report.table())
-        path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
-        print(f"The figures are in {path}.")
-    trainer.save_model()
-    print(f"Saved in {args.output_dir}.")
+    if not run_args.overwrite_output_dir and is_finished(trainer):
+        print(f"{args.output_dir} is finished and stays as it is; `overwrite_output_dir` starts anew.")
+        if trainer.publisher:
+            trainer.publisher.finish()
+            with suppress(OSError, ValueError):  # raised at the end
+                trainer.publisher.publish(args.output_dir, commit_message="Model save")
+    else:
+        train_draft(trainer, run_args.overwrite_output_dir)
+        if args.eval_decode_prompts and trainer.is_world_process_zero():
+            prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
+            report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
+            trainer.card_metrics = {"held-out prompts": report.headline()}
+            print(report.table())
+            path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
+            print(f"The figures are in {path}.")
+        save_finished(trainer)
+        print(f"Saved in {args.output_dir}.")
     # Processes that exit with their group open may abort.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

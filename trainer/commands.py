@@ -19,12 +19,13 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..configuration.configuration_draft import propose_mask_token_ids
 from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from ..modeling.atomic_save import staged_directory
 from ..modeling.confidence_schedule import CostTable, measure_cost_table
 from ..modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from ..modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
@@ -124,10 +125,10 @@ def _type_of(config) -> DraftType:
 def cost_table(
     target: PreTrainedModel, draft: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int = 64
 ) -> CostTable:
-    """What rounds cost on this machine, measured on the answer to a prompt; the answer does not stop by itself."""
+    """What rounds cost on this machine, measured on answers to a prompt."""
     input_ids = torch.tensor([list(prompt)], device=target.device)
     with eval_mode(target, draft):
-        return measure_cost_table(target, draft, input_ids, max_new_tokens, min_new_tokens=max_new_tokens)
+        return measure_cost_table(target, draft, input_ids, max_new_tokens)
 
 
 def check_path(setting: str, name: str) -> None:
@@ -171,28 +172,31 @@ def minutes(seconds: float) -> str:
 
 def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> None:
     """Trains to the end, from the last complete checkpoint in `output_dir` if any. Only checkpoints are saved;
-    reports and plots of the weights that come to be replaced are deleted.
+    reports and plots of the weights that come to be replaced are deleted. With `load_best_model_at_end` the trainer
+    then holds the best weights that were saved.
 
     Raises:
         ValueError: if `output_dir` holds a run of another draft, or a draft without checkpoints.
     """
     output_dir = Path(trainer.args.output_dir)
     if overwrite_output_dir:
-        for old in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            shutil.rmtree(old)
+        if trainer.args.should_save:
+            (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            for old in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                shutil.rmtree(old)
         if trainer.publisher:
             trainer.publisher.forget()
+        trainer.accelerator.wait_for_everyone()  # no process goes on from what another one deletes
     checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
     if checkpoint is None:
-        whole, other = "config.json", ADAPTER_CONFIG
-        if trainer.adapter is not None:
-            whole, other = other, whole
+        saved = _config_name(trainer)
+        [other] = {CONFIG_NAME, ADAPTER_CONFIG} - {saved}
         if (output_dir / other).exists():
             raise ValueError(
                 f"`output_dir`: {output_dir} holds {other}; a draft and an adapter in one directory would be taken "
                 "for each other. Choose another one."
             )
-        if (output_dir / whole).exists() and not overwrite_output_dir:
+        if (output_dir / saved).exists() and not overwrite_output_dir:
             raise ValueError(
                 f"`output_dir`: {output_dir} holds a model and no checkpoint to go on from; choose another directory, "
                 "or `overwrite_output_dir` to replace it."
@@ -202,13 +206,47 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
         return
     check_resumable(trainer.adapter or trainer.draft, checkpoint)
     state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-    max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+    max_steps = _max_steps(trainer)
     if state.global_step < max_steps:
         print(f"Going on from {checkpoint}, {max_steps - state.global_step} of {max_steps} steps to go.", flush=True)
         remove_reports(output_dir)
         trainer.train(resume_from_checkpoint=checkpoint)
     else:  # `train` would take one step more
         print(f"{checkpoint} has all of {max_steps} steps.", flush=True)
+        if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+            best = output_dir / Path(state.best_model_checkpoint).name  # wherever the run lies by now
+            checkpoint = state.best_model_checkpoint = str(best) if best.is_dir() else checkpoint
         trainer._load_from_checkpoint(checkpoint)
         trainer.state = state
         trainer._finish_current_push()  # what the run owes the Hub, if it was cut off
+
+
+def save_finished(trainer: DraftTrainer) -> None:
+    """Saves the trained draft in `output_dir`, and last the state of its training, which [`is_finished`] looks for."""
+    trainer.save_model()
+    if trainer.args.should_save:
+        with staged_directory(trainer.args.output_dir) as staging:
+            trainer.state.save_to_json(str(staging / TRAINER_STATE_NAME))
+
+
+def is_finished(trainer: DraftTrainer) -> bool:
+    """Whether `output_dir` holds the draft of all steps, by [`save_finished`], calibrated and measured since or not.
+
+    Raises:
+        ValueError: if it is another draft.
+    """
+    output_dir = Path(trainer.args.output_dir)
+    if not all((output_dir / name).exists() for name in (_config_name(trainer), TRAINER_STATE_NAME)):
+        return False
+    check_resumable(trainer.adapter or trainer.draft, output_dir)
+    state = TrainerState.load_from_json(str(output_dir / TRAINER_STATE_NAME))
+    return state.global_step >= _max_steps(trainer)
+
+
+def _config_name(trainer: DraftTrainer) -> str:
+    """The file that says what the trainer saves."""
+    return CONFIG_NAME if trainer.adapter is None else ADAPTER_CONFIG
+
+
+def _max_steps(trainer: DraftTrainer) -> int:
+    return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]

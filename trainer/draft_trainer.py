@@ -1,7 +1,6 @@
 """The Trainer of block-parallel drafts: frozen target, random anchors, block loss, real decoding as evaluation."""
 
 import inspect
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -10,13 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from torch import nn
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 from transformers.utils import logging
 
@@ -35,7 +35,7 @@ from .anchors import (
     sample_prefix_lengths,
 )
 from .data import DraftCollator
-from .evaluation import evaluate_decoding, held_out_prompts, promises_too_much
+from .evaluating import HeldOutEvaluation
 from .feature_cache import FeatureCache
 from .log_window import LogWindow
 from .muon import MuonAndOther, hidden_matrices
@@ -48,10 +48,11 @@ logger = logging.get_logger(__name__)
 
 # Resuming looks for `checkpoint-N`: what lies in here was not finished.
 UNFINISHED_CHECKPOINTS = "unfinished"
-EVALUATION_STEP = -1  # evaluation draws the same anchors at every step
+# Arguments of Trainer for a loss and metrics of labels.
+NOT_TAKEN = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 
 
-class DraftTrainer(HubPushing, Trainer):
+class DraftTrainer(HeldOutEvaluation, HubPushing, Trainer):
     """
     Trains a block-parallel draft against a frozen target.
 
@@ -74,10 +75,12 @@ class DraftTrainer(HubPushing, Trainer):
         target_revision (`str`, *optional*): commit or branch the target was loaded at, recorded in the draft's config.
         peft_config ([`~peft.LoraConfig`], *optional*): trains an adapter instead of the draft, see [`adapt`]; saved is
             the adapter alone. A `PeftModel` as `model` does the same.
-        kwargs: those of [`~transformers.Trainer`]; `processing_class` is the target's tokenizer.
+        kwargs: those of [`~transformers.Trainer`] but `compute_loss_func`, `compute_metrics` and
+            `preprocess_logits_for_metrics`; `processing_class` is the target's tokenizer.
 
     Raises:
-        ValueError: if draft and target do not fit, or `args.loss_type` is not an objective of this draft.
+        ValueError: if draft and target do not fit, `args.loss_type` is not an objective of this draft, or an argument
+            or setting cannot be used.
     """
 
     objectives = ("fixed_anchor", "variable_prefix")
@@ -94,6 +97,11 @@ class DraftTrainer(HubPushing, Trainer):
         peft_config: LoraConfig | None = None,
         **kwargs,
     ):
+        if given := [name for name in NOT_TAKEN if kwargs.get(name) is not None]:
+            raise ValueError(
+                f"`{'`, `'.join(given)}`: not for drafts, whose loss and metrics are those of their blocks. Leave it "
+                "out, or override `block_loss` or `evaluate`."
+            )
         if peft_config is not None:
             model = adapt(model, peft_config)
         elif isinstance(model, PeftModel):
@@ -109,11 +117,19 @@ class DraftTrainer(HubPushing, Trainer):
         super().__init__(model=model, args=args, **kwargs)
         self.loss_is_scaled_for_ga = True
         self._saving = False
+        self._row_order = torch.Generator()
         # PEFT's wrapper goes, its layers stay in the model.
         target = target.get_base_model() if isinstance(target, PeftModel) else target
         self.target = target.eval().requires_grad_(False)
-        if self.place_model_on_device and getattr(target, "hf_device_map", None) is None:
+        # What wraps and places the draft, FSDP or DeepSpeed, leaves the target where it is.
+        if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
+        if self.sharded and args.eval_decode_prompts:
+            raise ValueError(
+                f"`eval_decode_prompts` is {args.eval_decode_prompts}: one rank decodes, and would wait for ever for "
+                "the others, as draft or target is sharded (FSDP, ZeRO-3). Set `eval_decode_prompts=0`, and measure "
+                "the saved draft with `blockdraft evaluate`."
+            )
         self.draft_config = self.draft.config
         for fault in transform_faults(self.target, self.draft_config):
             logger.warning(fault)
@@ -146,7 +162,6 @@ class DraftTrainer(HubPushing, Trainer):
         # By data set, `DecodingReport.headline()` of the final weights, for their card.
         self.card_metrics: dict[str, dict] | None = None
         self.data_record: dict = {}  # what the configuration's `training` says of the data
-        self._decoded: tuple[int, dict[str, dict]] = (-1, {})  # the step of the last evaluation, and what it gave
         if self.adapter is not None and args.activation_checkpointing:
             self.draft.enable_input_require_grads()
 
@@ -161,6 +176,16 @@ class DraftTrainer(HubPushing, Trainer):
         model = self.accelerator.unwrap_model(self.model)
         return model if isinstance(model, PeftModel) else None
 
+    @property
+    def sharded(self) -> bool:
+        """Whether weights of draft or target are whole only while their module runs, on all ranks at once."""
+        return (
+            self.is_fsdp_enabled
+            or is_deepspeed_zero3_enabled()
+            or self.is_distributed_loading_by_transformers
+            or self.target.is_distributed_loading_by_transformers
+        )
+
     def prepare_draft(self) -> None:
         """What an objective has to check or set before training."""
         if not self.draft_config.is_causal and self.draft_config.sliding_window is None:
@@ -174,6 +199,21 @@ class DraftTrainer(HubPushing, Trainer):
         if self.loss_type == "variable_prefix":
             return {"prefix_weight_base": self.args.prefix_weight_base}
         return {}
+
+    # ---- rows ---------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
+        """The base class's; with `group_by_length` an epoch's order depends on its seed and number alone, and not on
+        what a resumed run, or another rank, has drawn before it."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = self._row_order
+        return sampler
+
+    def _run_epoch(self, *, epoch: int, **kwargs) -> None:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._row_order.manual_seed(seed + epoch)
+        super()._run_epoch(epoch=epoch, **kwargs)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -333,58 +373,7 @@ class DraftTrainer(HubPushing, Trainer):
             context = {"position_ids": document_positions(inputs["document_ids"])}
         return {"input_ids": inputs["input_ids"], "use_cache": False} | context
 
-    # ---- evaluation and logs ------------------------------------------------------------------------------------
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """
-        Loss, token accuracy and estimated acceptance over the evaluation rows, and tau from real decoding of
-        `args.eval_decode_prompts` of their prompts on the main process. Several data sets, by name, are evaluated in
-        turn; of a stream the first prompts are decoded.
-        """
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(dataset, dict):
-            parts = (self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in dataset.items())
-            return {name: value for metrics in parts for name, value in metrics.items()}
-        training = self.model.training
-        window = LogWindow(self.loss_class, self.draft_config.block_size, self.args.device)
-        self.model.eval()
-        with torch.no_grad():
-            for batch in tqdm(self.get_eval_dataloader(dataset), desc="Evaluating", disable=self.args.disable_tqdm):
-                self.place_blocks(batch, EVALUATION_STEP)
-                window.count_rows(batch, self.draft_config.mask_token_id)
-                with self.accelerator.autocast():
-                    window.add(self.block_loss(self.model, self._prepare_inputs(batch)))
-        metrics = window.metrics(self.accelerator)
-        if self.args.eval_decode_prompts:
-            metrics |= self._decoding_metrics(dataset)
-            if promises_too_much(metrics.get("estimated_tau", 1.0), metrics.get("tau", math.inf)):
-                logger.warning(
-                    f"The rows promise a tau of {metrics['estimated_tau']:.2f}, real decoding gives "
-                    f"{metrics['tau']:.2f}: they are not the target's own answers, or leak into training, or target, "
-                    "tokenizer or layer ids differ from those of the features. `blockdraft doctor` looks for more."
-                )
-        self.model.train(training)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _decoding_metrics(self, dataset) -> dict[str, float]:
-        """Measured on the main process, known to all."""
-        metrics, count = {}, self.args.eval_decode_prompts
-        if self.accelerator.is_main_process:
-            rows = list(dataset.take(count)) if isinstance(dataset, IterableDataset) else dataset
-            report = evaluate_decoding(
-                self.target,
-                self.draft,
-                held_out_prompts(rows, count),
-                max_new_tokens=self.args.eval_max_new_tokens,
-                compare_with_plain=False,
-                disable_tqdm=self.args.disable_tqdm,
-            )
-            metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
-            self._decoded = (self.state.global_step, {"held-out prompts": report.headline()})
-        return broadcast_object_list([metrics])[0]
+    # ---- logs ---------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds accuracy, estimated tau, acceptance by slot, supervised tokens a second and rows without an anchor."""
@@ -409,6 +398,8 @@ class DraftTrainer(HubPushing, Trainer):
         """A checkpoint appears under its name when it is complete."""
         run_dir, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         staged, final = run_dir / UNFINISHED_CHECKPOINTS / name, run_dir / name
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        best_so_far = self.state.best_model_checkpoint
         self._saving = True
         try:
             super()._save_checkpoint(model, trial)
@@ -418,23 +409,22 @@ class DraftTrainer(HubPushing, Trainer):
         finally:
             self._saving = False
         self.accelerator.wait_for_everyone()
-        if not self.args.should_save:
-            return
-        if self.state.best_global_step:
-            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            self.state.best_model_checkpoint = str(best)
-            self.state.save_to_json(str(staged / "trainer_state.json"))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(staged, final)
-        shutil.rmtree(run_dir / UNFINISHED_CHECKPOINTS)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
-        rotate_checkpoints(
-            output_dir=str(run_dir),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        # Not every best step is one that is saved.
+        self.state.best_model_checkpoint = str(best) if best == final or best.is_dir() else best_so_far
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(staged, final)
+            shutil.rmtree(run_dir / UNFINISHED_CHECKPOINTS)
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(final))
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()  # all ranks load the best one, which may be this one
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Weights, configuration with provenance, code, tokenizer and card, or an adapter and its card; no pickled
@@ -462,12 +452,19 @@ class DraftTrainer(HubPushing, Trainer):
             return self.card_metrics
         return metrics if step == self.state.global_step else None
 
+    def _state_of_weights(self) -> TrainerState:
+        """The training's state at the weights there are: after its end at the best ones, where these were loaded."""
+        best = self.state.best_model_checkpoint
+        if self._saving or self.is_in_train or not (self.args.load_best_model_at_end and best and os.path.isdir(best)):
+            return self.state
+        return TrainerState.load_from_json(os.path.join(best, TRAINER_STATE_NAME))
+
     def _provenance(self) -> dict:
-        args = self.args
+        args, state = self.args, self._state_of_weights()
         batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         provenance = {
-            "global_step": self.state.global_step,
-            "epoch": self.state.epoch,
+            "global_step": state.global_step,
+            "epoch": state.epoch,
             "batch_size": batch_size,
             "learning_rate": args.learning_rate,
             "lr_scheduler_type": args.lr_scheduler_type.value,

@@ -5,7 +5,6 @@ from functools import partial
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..modeling.target_features import capture_features
@@ -63,8 +62,7 @@ class DSparkTrainer(DraftTrainer):
                 "confidence head) are all 0: nothing would be trained."
             )
         # Sharded heads are whole while they run, and get their gradient from hooks.
-        self._recomputes_heads = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-        if self._recomputes_heads:
+        if self.sharded:
             logger.warning("The draft's heads are sharded: the backward pass makes the logits once more.")
         bias_step = args.expert_bias_step
         if self.adapter is not None:
@@ -74,6 +72,13 @@ class DSparkTrainer(DraftTrainer):
             bias_step = 0.0
         self.expert_balance = ExpertBalance(draft, bias_step)
         self.add_callback(self.expert_balance)
+
+    def train(self, *args, **kwargs):
+        """The base class's; a calibration belongs to the weights that it was made for, so an earlier one goes."""
+        if self.draft_config.confidence_temperatures is not None:
+            logger.warning("`confidence_temperatures` are of the draft's weights as they were: calibrate it again.")
+            self.draft_config.confidence_temperatures = None
+        return super().train(*args, **kwargs)
 
     def objective_settings(self) -> dict:
         return {
@@ -130,7 +135,7 @@ class DSparkTrainer(DraftTrainer):
             rows, length = torch.arange(len(anchors), device=anchors.device), last_hidden.shape[1]
             slots.append(rows[:, None, None] * length + positions.clamp(max=length - 1))
             predict = partial(predict, teacher_states=last_hidden.flatten(0, 1))
-        chunk_size, recompute = self.args.loss_chunk_size, self._recomputes_heads
+        chunk_size, recompute = self.args.loss_chunk_size, self.sharded
         return dspark_loss(predict, slots, targets, self.alphas, self.gamma, chunk_size, recompute)
 
     def _predict(

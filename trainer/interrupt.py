@@ -17,10 +17,12 @@ class SaveOnInterrupt(TrainerCallback):
     def __init__(self):
         self._interrupted = False
         self._previous = None
+        self._saved = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._interrupted = False
         self._previous = signal.signal(signal.SIGINT, self._remember)
+        self._saved = state.global_step
 
     def _remember(self, signum, frame):
         self._interrupted = True
@@ -28,11 +30,24 @@ class SaveOnInterrupt(TrainerCallback):
         logger.warning("Interrupted: saving a checkpoint after this step. Press Ctrl-C again to stop at once.")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._interrupted:
+        if self._interrupted and state.global_step != self._saved:
             control.should_save = control.should_training_stop = True
+        return control
+
+    # `save_strategy="best"` lets an evaluation decide anew whether its step is saved; Ctrl-C may come in the last one.
+    on_epoch_end = on_step_end
+
+    def on_save(self, args, state, control, **kwargs):
+        self._saved = state.global_step
+        if self._interrupted:
+            control.should_training_stop = True
+            # At its end, `train` would delete this checkpoint for the best one where `save_total_limit` is 1.
+            state.best_model_checkpoint = None
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
         signal.signal(signal.SIGINT, self._previous)
         if self._interrupted:
-            raise KeyboardInterrupt(f"stopped after step {state.global_step}, which is saved in {args.output_dir}")
+            raise KeyboardInterrupt(
+                f"after step {state.global_step}, and step {self._saved} is saved in {args.output_dir}"
+            )

@@ -58,9 +58,11 @@ class BlockLoss:
 
     @classmethod
     def zeros(cls, block_size: int, device: torch.device) -> Self:
-        """What sums over many batches start from, in float64; the fields named `slot_*` have an entry a slot."""
+        """What sums over many batches start from, in float64 (Apple's GPUs have none: float32); the fields named
+        `slot_*` have an entry a slot."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64
         shapes = [[block_size] if field.name.startswith("slot_") else [] for field in fields(cls)]
-        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
 
     def __add__(self, other: Self) -> Self:
         """Sums over both batches, for reports: the result is detached."""

@@ -21,6 +21,9 @@ OBJECTIVES = {
     ],
 }
 
+# Settings of TrainingArguments that need labels, or token ids, in the draft's forward, and what switches them off.
+NOT_TAKEN = {"include_num_input_tokens_seen": "no", "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+
 
 def default_loss_decay_gamma(block_size: int) -> float:
     """Decay length in slots that DFlash (arXiv 2602.06036) trains a block size with: 7 at 16, 5 at 10, 4 at 8."""
@@ -89,7 +92,11 @@ class DraftTrainingArguments(TrainingArguments):
         },
     )
     eval_decode_prompts: int = field(
-        default=16, metadata={"help": "Held-out prompts that evaluation decodes for real; 0 for the loss alone."}
+        default=16,
+        metadata={
+            "help": "Held-out prompts that evaluation decodes for real; 0 for the loss alone, all that FSDP "
+            "and ZeRO-3 can do."
+        },
     )
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of such a decode."})
     license: str | None = field(
@@ -125,6 +132,11 @@ class DraftTrainingArguments(TrainingArguments):
         for name in not_negative:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")
+        if given := [name for name, off in NOT_TAKEN.items() if getattr(self, name) != off]:
+            raise ValueError(
+                f"`{'`, `'.join(given)}`: not for drafts, which get no token ids and no labels, but embedded blocks. "
+                "Leave it out."
+            )
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
         if self.license is not None:

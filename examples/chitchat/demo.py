@@ -138,7 +138,8 @@ def main(demo: Demo, run_dir: Path) -> None:
     print(f"Loaded by AutoModel where blockdraft cannot be imported, {run_dir / 'draft'} gives")
     print(f"{'the same output, bit by bit' if same else 'ANOTHER OUTPUT'}. Report and plots: {run_dir / 'report.md'}.")
     memory = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(f"This run took {minutes(time.monotonic() - started)} and at most {memory / 2**20:.1f} GB of memory.")
+    memory /= 2**30 if sys.platform == "darwin" else 2**20  # bytes there, else KiB
+    print(f"This run took {minutes(time.monotonic() - started)} and at most {memory:.1f} GB of memory.")
 
 
 @contextmanager
