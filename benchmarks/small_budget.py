@@ -25,11 +25,11 @@ VARIANTS = {
     "the trainer's defaults": ({}, {}),
     "AdamW alone": ({}, {"muon": False}),
     "twice the learning rate": ({}, {"learning_rate": 4.0e-3}),
-    "a window of 4 in every layer": ({"num_full_attention_layers": 0}, {}),
+    "a window in every layer": ({"num_full_attention_layers": 0}, {}),
     "the whole context in every layer": ({"sliding_window": None}, {}),
     "a window of 16": ({"sliding_window": 16}, {}),
     "three target layers": ({"target_layer_ids": [1, 14, 27]}, {}),
-    "blocks of 8, as many slots a step": ({"block_size": 8, "sliding_window": 4}, {"num_anchors": 24}),
+    "blocks of 8, as many slots a step": ({"block_size": 8, "sliding_window": 5}, {"num_anchors": 50}),
     "ranks of a quarter and an eighth": ({"q_lora_rank": 144, "kv_lora_rank": 72}, {}),
 }
 
