@@ -319,10 +319,10 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             for name in ("candidate_block_size", "candidate_topk_blocks"):
                 value = getattr(self, name)
                 require(is_positive_int(value), name, value, "it must be a positive integer")
-            for layer in self.index_source_layer_ids:
-                keys_from = max((i for i in self.kv_source_layer_ids if i <= layer), default=source)
+            for layer in (i for i in self.index_source_layer_ids if i > source):
+                keys_from = max(i for i in self.kv_source_layer_ids if i <= layer)
                 require(
-                    layer <= source or keys_from in (layer, source),
+                    keys_from in (layer, source),
                     "candidate_source_layer_id",
                     source,
                     f"layer {layer} chooses among the keys of layer {keys_from}, of which it makes no candidates",

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
 from ..hub_cards.card_rules import is_hub_id
+from ..hub_cards.measurements import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..modeling.atomic_save import staged_directory
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASK_TYPE = "FEATURE_EXTRACTION"
 # Of the draft's configuration, what an adapter changes: kept in the header of its weights, for the merged draft.
 RECORDED = ("target", "objective", "training", "confidence_temperatures")

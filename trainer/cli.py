@@ -71,6 +71,7 @@ from .doctor import doctor
 from .doctor_checkpoint import draft_folder
 from .doctor_measures import check_provenance
 from .doctor_report import FAULT, findings_text
+from .evaluating import HELD_OUT
 from .evaluation import evaluate_decoding, held_out_prompts
 from .interrupt import SaveOnInterrupt
 from .loss_mask import apply_template
@@ -154,7 +155,7 @@ def train(
         if args.eval_decode_prompts and trainer.is_world_process_zero():
             prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
             report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
-            trainer.card_metrics = {"held-out prompts": report.headline()}
+            trainer.card_metrics = {HELD_OUT: report.headline()}
             print(report.table())
             path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
             print(f"The figures are in {path}.")

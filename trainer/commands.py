@@ -25,11 +25,12 @@ from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..configuration.configuration_draft import propose_mask_token_ids
 from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from ..hub_cards.measurements import ADAPTER_CONFIG
 from ..modeling.atomic_save import staged_directory
 from ..modeling.confidence_schedule import CostTable, measure_cost_table
 from ..modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from ..modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
-from .adapters import ADAPTER_CONFIG, check_resumable, is_adapter, load_merged
+from .adapters import check_resumable, is_adapter, load_merged
 from .draft_trainer import DraftTrainer
 from .dspark_trainer import DSparkTrainer
 from .evaluation import eval_mode
