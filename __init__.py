@@ -17,13 +17,13 @@ from .configuration.configuration_kimi_k3_dflash import (
     build_kimi_k3_dflash_draft_config,
     build_kimi_k3_dflash_target_kwargs,
 )
-from .modeling.block_decoding import block_decode
-from .modeling.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
-from .modeling.modeling_deepseek_v41 import DeepseekV41ForCausalLM, DeepseekV41Model
-from .modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from .modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
-from .modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
-from .modeling.target_features import capture_features
+from .modeling.decoding.block_decoding import block_decode
+from .modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
+from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM, DeepseekV41Model
+from .modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from .modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
+from .modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from .modeling.target.target_features import capture_features
 
 __version__ = "0.1.0"
 

@@ -21,10 +21,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from blockdraft.hub_cards.plots import BLUE, GREY, ORANGE
-from blockdraft.modeling.block_decoding import block_decode
-from blockdraft.modeling.plain_decoding import ROUND_PARTS
-from blockdraft.trainer.commands import load_draft, load_target, new_draft
-from blockdraft.trainer.decoding_report import markdown_table
+from blockdraft.modeling.decoding.block_decoding import block_decode
+from blockdraft.modeling.decoding.plain_decoding import ROUND_PARTS
+from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.runs import load_draft, load_target, new_draft
 
 from .measuring import OtherLoad, busy_at_start
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.modeling.block_attention import block_attention_mask, block_position_ids
-from blockdraft.modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
-from blockdraft.trainer.dspark_objective import DSparkAlphas, build_dspark_targets
-from blockdraft.trainer.objectives import build_block_inputs, build_block_targets, slot_weights
+from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from blockdraft.modeling.draft.block_visibility import block_attention_mask, block_position_ids
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.trainer.objectives.dflash import build_block_inputs, build_block_targets, slot_weights
+from blockdraft.trainer.objectives.dspark import DSparkAlphas, build_dspark_targets
 
 
 def dense_dflash_loss(

@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 
-from tests.hub_server import TOKEN, hub_server
+from tests.helpers.hub_server import TOKEN, hub_server
 
 REPO = "user/draft"
 PUSH = f"""
 import sys
-from tests.draft_models import tiny_draft
+from tests.helpers.draft_models import tiny_draft
 draft = tiny_draft()
 draft.save_pretrained(sys.argv[1])
 draft.push_to_hub({REPO!r})

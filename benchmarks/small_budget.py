@@ -12,9 +12,9 @@ import torch
 import yaml
 from transformers import set_seed
 
-from blockdraft.trainer.commands import load_target, new_draft, new_trainer
-from blockdraft.trainer.data import prepare_dataset
-from blockdraft.trainer.decoding_report import markdown_table
+from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.runs import load_target, new_draft, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 RUN = Path("runs/smollm2")

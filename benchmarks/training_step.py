@@ -14,8 +14,8 @@ from transformers.utils import ModelOutput
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 from blockdraft.trainer.training_args import DraftTrainingArguments

@@ -25,8 +25,8 @@ from torch.utils.flop_counter import (
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.deepseek_v41_layers import GroupedLinear
-from blockdraft.modeling.modeling_draft import DraftPreTrainedModel
+from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import GroupedLinear
+from blockdraft.modeling.draft.modeling_draft import DraftPreTrainedModel
 
 LINEAR, HEAD, ATTENTION, OTHER = KINDS = ("linear", "head", "attention", "other")
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 def visible_keys(config: Config, anchor_positions: Tensor, block_keep_mask: Tensor) -> int:
     """Keys that the queries of all blocks see, summed over queries, by the rule of
-    [`~blockdraft.modeling.block_attention.block_mask_mod`] for rows that hold one document."""
+    [`~blockdraft.modeling.draft.block_visibility.block_mask_mod`] for rows that hold one document."""
     size, window = config.block_size, config.sliding_window
     assert not isinstance(config, KimiK3DFlashConfig) or not config.num_full_attention_layers, "layers that differ"
     slots = torch.arange(size, device=anchor_positions.device)

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.trainer_utils import get_last_checkpoint
 
 from blockdraft import DraftTrainingArguments, DSparkTrainer
-from blockdraft.trainer.commands import new_draft
-from blockdraft.trainer.data import prepare_dataset
+from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.runs import new_draft
 
 
 @dataclass

@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..configuration.configuration_draft import ANCHOR_FIRST, LAYER_OUTPUT
-from ..modeling.atomic_save import staged_directory
-from .card_rules import check_datasets, check_license, is_hub_id, validate_card
-from .decoding_results import FIGURES, DecodingResult, eval_results, read_results
+from ..modeling.saving.atomic_save import staged_directory
 from .plots import write_acceptance_plot
+from .results import FIGURES, DecodingResult, eval_results, read_results
+from .rules import check_datasets, check_license, is_hub_id, validate_card
 from .serving import OWN_TARGET_TYPES, decoding_limits, serving
 
 CARD, METRICS, ACCEPTANCE_PLOT = "README.md", "metrics.json", "acceptance.png"
@@ -37,7 +37,7 @@ NOT_IN_TABLE = ("license", "datasets")
 
 logger = logging.get_logger(__name__)
 _templates = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

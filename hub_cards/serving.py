@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from ..configuration.configuration_draft import ANCHOR_FIRST, LAYER_OUTPUT
-from ..modeling.engine_fit import ENGINES, engine_misfits
+from ..modeling.deepseek_v41.engine_fit import ENGINES, engine_misfits
 
 V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
 # Targets whose classes come with this package.

@@ -1,11 +1,9 @@
-"""What every test file shares: seeds, threads and the reference numbers."""
+"""What every test file shares: seeds, threads, tokenizers, a Hub and drafts."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,38 +12,11 @@ import huggingface_hub.constants
 import huggingface_hub.utils._http
 import pytest
 import torch
+from chat_templates import CHATML
+from goldens import load_golden
 from hub_server import EXPIRED_TOKEN, READ_TOKEN, TOKEN, hub_server
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-GOLDENS = Path(__file__).parent / "goldens"
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-@dataclass
-class Golden:
-    """One reference case: `meta` is its JSON (config, options, stability), `tensors` its arrays by full name."""
-
-    meta: dict
-    tensors: dict[str, torch.Tensor]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-    def group(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Tensors named `prefix.*`, with the prefix taken off: `group("param")` is a state dict."""
-        return {k.removeprefix(f"{prefix}."): v for k, v in self.tensors.items() if k.startswith(f"{prefix}.")}
-
-
-def load_golden(name: str) -> Golden:
-    """Reads `goldens/NAME.json` and, where there is one, `goldens/NAME.safetensors`."""
-    tensors = GOLDENS / f"{name}.safetensors"
-    meta = json.loads((GOLDENS / f"{name}.json").read_text(encoding="utf-8"))
-    return Golden(meta, load_file(tensors) if tensors.exists() else {})
 
 
 @pytest.fixture
@@ -99,7 +70,7 @@ def hub(monkeypatch, tmp_path_factory):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda seconds: None))
-        monkeypatch.setattr("blockdraft.hub_cards.publishing.WAITS", (0.0, 0.0))
+        monkeypatch.setattr("blockdraft.hub_cards.upload.WAITS", (0.0, 0.0))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
         huggingface_hub.utils._http.close_session()
@@ -109,7 +80,7 @@ def hub(monkeypatch, tmp_path_factory):
 def two_ranks(tmp_path_factory) -> dict[str, dict]:
     """What two gloo processes save, see `two_rank_step.py`: by draft type, weights after the step that they take, one
     of them with rows without an anchor; by rank, its view of an evaluation and a run."""
-    output_dir, script = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent / "two_rank_step.py"
+    output_dir, script = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent / "helpers" / "two_rank_step.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
     result = subprocess.run([*command, str(output_dir)], env=environment, capture_output=True, text=True)

@@ -4,22 +4,22 @@ import copy
 
 import pytest
 import torch
-from any_targets import CASES, MASK, MULTIMODAL, build, build_multimodal
+from any_targets import CASES, MASK, MULTIMODAL, Int8Linear, build, build_multimodal, quantise
 from decoding_models import build_draft, build_target, prompts
+from draft_trainers import make_rows
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from test_draft_trainer import make_rows
 from torch import nn
 from transformers.utils import logging
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.block_decoding import block_decode
-from blockdraft.modeling.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from blockdraft.modeling.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
-from blockdraft.modeling.pairing import check_pair
-from blockdraft.modeling.target_features import capture_features, decoder_layers
-from blockdraft.modeling.target_transforms import transform_faults
+from blockdraft.modeling.decoding.block_decoding import block_decode
+from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.modeling.target.pairing import check_pair
+from blockdraft.modeling.target.target_features import capture_features, decoder_layers
+from blockdraft.modeling.target.target_transforms import transform_faults
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
@@ -180,26 +180,6 @@ def test_mask_tokens_in_answers_are_counted(tmp_path):
 
 
 # ---- quantised heads and layers -------------------------------------------------------------------------------------
-
-
-class Int8Linear(nn.Module):
-    """A linear layer as quantisers keep it: packed integers and scales in buffers, no `weight`, no parameter."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("packed", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(states, self.packed.to(states.dtype) * self.scale.to(states.dtype))
-
-
-def quantise(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, Int8Linear(child))
 
 
 def test_a_head_without_a_gradient_is_refused(arguments):

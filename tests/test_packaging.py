@@ -44,7 +44,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     expected = {"blockdraft/__init__.py", "blockdraft/py.typed"}
     for package in PACKAGES:
         expected |= {f"blockdraft/{package}/{path.name}" for path in (ROOT / package).glob("*.py")}
-    expected |= {f"blockdraft/hub_cards/{path.name}" for path in (ROOT / "hub_cards").glob("*.md")}
+    expected |= {f"blockdraft/hub_cards/templates/{path.name}" for path in (ROOT / "hub_cards").glob("templates/*.md")}
     assert shipped == expected
     assert f"{DIST_INFO}/licenses/LICENSE" in names
 
@@ -53,7 +53,7 @@ def test_wheel_has_the_command_and_its_requirements(wheel):
     with zipfile.ZipFile(wheel) as archive:
         entry_points = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
         metadata = archive.read(f"{DIST_INFO}/METADATA").decode()
-    assert "[console_scripts]\nblockdraft = blockdraft.trainer.cli:main" in entry_points
+    assert "[console_scripts]\nblockdraft = blockdraft.trainer.cli.main:main" in entry_points
     for line in (
         "Requires-Python: >=3.11",
         "License-Expression: Apache-2.0",

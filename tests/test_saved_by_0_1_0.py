@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_trainers import make_rows
 from safetensors.torch import load_file
-from test_draft_trainer import make_rows
 from transformers import AutoModel, AutoModelForCausalLM
 
 from blockdraft import DraftTrainer, DraftTrainingArguments, DSparkTrainer, block_decode

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
-from ..hub_cards.card_rules import is_hub_id
 from ..hub_cards.measurements import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ..modeling.atomic_save import staged_directory
+from ..hub_cards.rules import is_hub_id
+from ..modeling.saving.atomic_save import staged_directory
 
 TASK_TYPE = "FEATURE_EXTRACTION"
 # Of the draft's configuration, what an adapter changes: kept in the header of its weights, for the merged draft.

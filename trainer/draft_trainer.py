@@ -22,11 +22,7 @@ from transformers.utils import logging
 
 from ..configuration.configuration_draft import target_record
 from ..hub_cards.card import write_adapter_card, write_card
-from ..modeling.pairing import check_pair
-from ..modeling.target_features import capture_features
-from ..modeling.target_transforms import check_head, transform_faults
-from .adapters import adapt, base_draft, check_adapter, check_resumable, describe, recipe, save_adapter
-from .anchors import (
+from ..modeling.draft.anchors import (
     Anchors,
     document_positions,
     document_remaining,
@@ -34,14 +30,25 @@ from .anchors import (
     sample_anchors,
     sample_prefix_lengths,
 )
-from .data import DraftCollator
-from .evaluating import HeldOutEvaluation
-from .feature_cache import FeatureCache
-from .log_window import LogWindow
+from ..modeling.target.pairing import check_pair
+from ..modeling.target.target_features import capture_features
+from ..modeling.target.target_transforms import check_head, transform_faults
+from .adapters import adapt, base_draft, check_adapter, check_resumable, describe, recipe, save_adapter
+from .data.dataset import DraftCollator
+from .data.feature_cache import FeatureCache
+from .data.packing import Documents, check_documents_apart
+from .evaluation.held_out import HeldOutEvaluation
+from .hub import HubPushing
 from .muon import MuonAndOther, hidden_matrices
-from .objectives import BlockLoss, BlockTargets, block_loss, build_block_inputs, build_block_targets, slot_weights
-from .packing import Documents, check_documents_apart
-from .pushing import HubPushing
+from .objectives.dflash import (
+    BlockLoss,
+    BlockTargets,
+    block_loss,
+    build_block_inputs,
+    build_block_targets,
+    slot_weights,
+)
+from .objectives.log_window import LogWindow
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -57,7 +64,7 @@ class DraftTrainer(HeldOutEvaluation, HubPushing, Trainer):
     Trains a block-parallel draft against a frozen target.
 
     A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, for packed rows (see
-    [`~blockdraft.trainer.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` too. A
+    [`~blockdraft.trainer.data.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` too. A
     `datasets.IterableDataset` trains for `args.max_steps` and starts again at its end. Anchors and prefix lengths are
     drawn from (seed, global step, row id) unless the batch holds `anchor_positions`, `block_keep_mask` `[B, N]` and
     `prefix_lengths` `[B, N]`. The loss of an accumulation window is the weighted mean over all of its blocks on all

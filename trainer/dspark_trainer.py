@@ -7,10 +7,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.target_features import capture_features
-from .anchors import document_positions, legal_dspark_anchors
+from ..modeling.draft.anchors import document_positions, legal_dspark_anchors
+from ..modeling.target.target_features import capture_features
 from .draft_trainer import DraftTrainer
-from .dspark_objective import (
+from .expert_balance import ExpertBalance
+from .objectives.dflash import build_block_inputs, slot_weights
+from .objectives.dspark import (
     DSparkAlphas,
     DSparkLoss,
     DSparkTargets,
@@ -18,8 +20,6 @@ from .dspark_objective import (
     build_dspark_targets,
     dspark_loss,
 )
-from .expert_balance import ExpertBalance
-from .objectives import build_block_inputs, slot_weights
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -32,7 +32,7 @@ class _HeadReached(BaseException):
 class DSparkTrainer(DraftTrainer):
     """
     [`DraftTrainer`] for drafts whose slot 0 predicts too (layout "N"): anchors where the next token is supervised, the
-    three-term objective of [`blockdraft.trainer.dspark_objective`] and balanced experts.
+    three-term objective of [`blockdraft.trainer.objectives.dspark`] and balanced experts.
 
     The three terms have the same weights, so one weight of the accumulation window, summed over ranks, divides them.
     With `args.confidence_head_alpha=0` the confidence head is frozen and not evaluated.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
-from ..hub_cards.card_rules import check_datasets, check_license
+from ..hub_cards.rules import check_datasets, check_license
 
 # Each objective with the settings that only it reads. A draft's block layout decides which objectives it can have.
 OBJECTIVES = {

@@ -26,9 +26,16 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from blockdraft.modeling.confidence_schedule import ConfidenceThreshold
-from blockdraft.trainer.calibration import calibrate, split_prompts
-from blockdraft.trainer.commands import (
+from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
+from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.data.regenerate import regenerate
+from blockdraft.trainer.draft_trainer import DraftTrainer
+from blockdraft.trainer.evaluation.calibration import calibrate, split_prompts
+from blockdraft.trainer.evaluation.decoding import compare_schedules, fastest_block_size, held_out_prompts
+from blockdraft.trainer.evaluation.report import DecodingReport, markdown_table
+from blockdraft.trainer.evaluation.run_report import write_calibration, write_report
+from blockdraft.trainer.interrupt import SaveOnInterrupt
+from blockdraft.trainer.runs import (
     TimeEstimate,
     cost_table,
     load_draft,
@@ -38,13 +45,6 @@ from blockdraft.trainer.commands import (
     new_trainer,
     train_draft,
 )
-from blockdraft.trainer.data import prepare_dataset
-from blockdraft.trainer.decoding_report import DecodingReport, markdown_table
-from blockdraft.trainer.draft_trainer import DraftTrainer
-from blockdraft.trainer.evaluation import compare_schedules, fastest_block_size, held_out_prompts
-from blockdraft.trainer.interrupt import SaveOnInterrupt
-from blockdraft.trainer.regenerate import regenerate
-from blockdraft.trainer.report import write_calibration, write_report
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 from .corpus import prompts, split

@@ -16,7 +16,7 @@ from transformers import (
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from blockdraft.modeling.engram import compressed_token_map
+from blockdraft.modeling.deepseek_v41.engram import compressed_token_map
 
 from .train_tokenizer import RESERVED
 

@@ -1,0 +1,297 @@
+"""What block-parallel drafts share: the target's embedding and head, initialisation, saving with their own code."""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+
+from ...configuration.configuration_draft import DraftConfig
+from ..saving.atomic_save import staged_directory
+from ..saving.remote_code import write_remote_code
+from .block_visibility import PaddedBlockMask, block_attention_mask, padded_block_mask, visible_context
+from .visible_attention import VisibleKeys, plan_visible_keys
+
+logger = logging.get_logger(__name__)
+
+SEED_NAMES = {
+    "noise_embedding": "noise_embeds",
+    "noise_embeddings": "noise_embeds",
+    "target_hidden": "context_hidden_states",
+    "target_hidden_states": "context_hidden_states",
+}
+MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
+PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+
+
+def accept_seed_names(forward: Callable) -> Callable:
+    """Lets `forward` take its inputs under the names of the reference implementation (NeMo AutoModel) as well."""
+
+    @functools.wraps(forward)
+    def with_aliases(self, *args, **kwargs):
+        for alias, name in SEED_NAMES.items():
+            if alias in kwargs:
+                if name in kwargs:
+                    raise ValueError(f"`{alias}` is another name of `{name}`: pass one of them.")
+                kwargs[name] = kwargs.pop(alias)
+        return forward(self, *args, **kwargs)
+
+    return with_aliases
+
+
+def head_dtype(lm_head: nn.Module | Callable) -> torch.dtype | None:
+    """The dtype of the states that a head takes: its weights', or `None` where they are packed and it takes any."""
+    if not isinstance(lm_head, nn.Module):
+        return None
+    dtypes = (parameter.dtype for parameter in lm_head.parameters() if parameter.is_floating_point())
+    return next((dtype for dtype in dtypes if dtype.itemsize > 1), None)
+
+
+class DraftPreTrainedModel(PreTrainedModel):
+    """
+    Base of the drafts. A draft owns neither an embedding table nor an LM head: it reads blocks that were embedded with
+    the target's embedding ([`~DraftPreTrainedModel.embed_block`]), and the target's head turns its hidden states into
+    logits ([`~DraftPreTrainedModel.compute_logits`]).
+
+    A draft may have a `markov_head`, which biases each slot's logits by the token before it, and a `confidence_head`,
+    which says how likely a slot's token is to be accepted. They are `None` where it has not.
+    """
+
+    config: DraftConfig
+    markov_head: nn.Module | None = None
+    confidence_head: nn.Module | None = None
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    # Whether the sliding window moves along the block, and how many heads have a key in common.
+    window_per_query = True
+    heads_per_key = 1
+
+    def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> torch.Tensor:
+        """
+        Embeds draft blocks, for `noise_embeds`.
+
+        Args:
+            input_ids (`[B, Q]` int64):
+                Block tokens: known ones, then `config.mask_token_id`.
+            embed_tokens (`nn.Module`):
+                `target.get_input_embeddings()`.
+
+        Returns:
+            `[B, Q, H]`, multiplied by `config.input_embedding_scale`.
+        """
+        embeds = embed_tokens(input_ids)
+        scale = self.config.input_embedding_scale
+        return embeds if scale == 1 else embeds * scale
+
+    def compute_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        """
+        Logits of the draft's hidden states.
+
+        Args:
+            hidden_states (`[..., H]`):
+                `last_hidden_state` of the forward, or a part of it.
+            lm_head (`nn.Module`):
+                `target.get_output_embeddings()`.
+
+        Returns:
+            `[..., V]` in the head's dtype: multiplied by `config.output_multiplier`, then with
+            `config.final_logit_softcapping` c, if any, `c * tanh(logits / c)`.
+        """
+        logits = lm_head(hidden_states.to(head_dtype(lm_head)))
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def check_anchors(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: object | None,
+        cache: object | None,
+        anchor_positions: torch.Tensor | None,
+        block_keep_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+    ) -> None:
+        """Whether many blocks are given once, and fit the other inputs of the forward."""
+        if anchor_positions is None:
+            for name, value in (("block_keep_mask", block_keep_mask), ("document_ids", document_ids)):
+                if value is not None:
+                    raise ValueError(f"`{name}` goes with `anchor_positions`, which are missing.")
+            return
+        length, size = noise_embeds.shape[1], self.config.block_size
+        if attention_mask is not None:
+            raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
+        if cache is not None:
+            raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
+        if anchor_positions.shape[1] * size != length:
+            raise ValueError(
+                f"`noise_embeds` holds {length} tokens; {anchor_positions.shape[1]} `anchor_positions` with "
+                f"`block_size` {size} make {anchor_positions.shape[1] * size}."
+            )
+        if block_keep_mask is not None and block_keep_mask.shape != anchor_positions.shape:
+            raise ValueError(
+                f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` "
+                f"{tuple(anchor_positions.shape)}."
+            )
+        if document_ids is None:
+            return
+        if document_ids.shape != context_hidden_states.shape[:2]:
+            raise ValueError(
+                f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are "
+                f"{tuple(context_hidden_states.shape[:2])}."
+            )
+        runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1).values))
+        if runs != documents:
+            raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
+
+    def what_blocks_see(
+        self,
+        anchor_positions: torch.Tensor,
+        block_keep_mask: torch.Tensor | None,
+        context_length: int,
+        document_ids: torch.Tensor | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor | VisibleKeys | PaddedBlockMask:
+        """
+        What the attention of a layer with that window gets for many blocks, by `attn_implementation`: `"sdpa"` makes
+        it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other take
+        a dense mask.
+
+        Raises:
+            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here.
+        """
+        config, implementation = self.config, self.config._attn_implementation
+        keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
+        blocks = (anchor_positions, keep, context_length, config.block_size)
+        rule = {"sliding_window": sliding_window, "window_per_query": self.window_per_query}
+        if document_ids is not None:
+            rule["document_ids"] = document_ids
+        if implementation == "flex_attention":
+            self._check_flex_attention(anchor_positions.device)
+            return padded_block_mask(*blocks, causal=config.is_causal, **rule)
+        if implementation == "sdpa" and self.training and config.attention_dropout > 0:
+            logger.warning_once(
+                f"`attention_dropout` is {config.attention_dropout}: blocks attend through a dense mask, which takes "
+                "several times the time and memory. Set it to 0 to compute only what is visible."
+            )
+            implementation = "dense"
+        if implementation == "sdpa":
+            context = visible_context(*blocks, **rule)
+            heads = (config.num_attention_heads, self.heads_per_key)
+            return plan_visible_keys(context, context_length, config.block_size, *heads, causal=config.is_causal)
+        return block_attention_mask(*blocks, causal=config.is_causal, **rule)
+
+    def _check_flex_attention(self, device: torch.device) -> None:
+        widths = (self.config.qk_head_dim, self.config.v_head_dim)
+        fault = None
+        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
+            fault = f"cannot train on {device.type!r}, where torch has no backward for it"
+        elif min(widths) < MIN_FLEX_WIDTH:
+            fault = f"takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}"
+        elif self.training and self.config.attention_dropout > 0:
+            fault = f"knows no dropout, and `attention_dropout` is {self.config.attention_dropout}"
+        if fault:
+            raise ValueError(
+                f'`attn_implementation="flex_attention"` {fault}: load the draft with `attn_implementation="sdpa"`.'
+            )
+
+    def get_input_embeddings(self) -> None:
+        """
+        `None`: block tokens are embedded with `target.get_input_embeddings()`. PEFT then has no embedding to save; its
+        Auto classes ask for the size of one where a tokenizer lies beside an adapter, so none is saved there.
+        """
+        return None
+
+    def enable_input_require_grads(self):
+        """Makes the first layer's input require gradients, which PEFT's frozen weights need under checkpointing."""
+        first_layer = next(module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
+
+        def require_grads(layer, args):
+            args[0].requires_grad_(True)
+
+        self._require_grads_hooks = [first_layer.register_forward_pre_hook(require_grads)]
+
+    def _init_weights(self, module: nn.Module):
+        if isinstance(module, nn.Linear):
+            # U(-fan_in^-1/2, fan_in^-1/2), torch's default, as in the reference: not the target's normal of std 0.02.
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        else:
+            super()._init_weights(module)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        **kwargs,
+    ):
+        """
+        Saves weights, config and the code that loads them where this package is absent (`trust_remote_code=True`).
+
+        Each file is written beside, synced and renamed, `config.json` last. The arguments are those of
+        [`~transformers.PreTrainedModel.save_pretrained`].
+        """
+        push_arguments = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
+        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        save = functools.partial(super().save_pretrained, state_dict=state_dict, **kwargs)
+        if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint", False):
+            # Other ranks write nothing but take part in gathering; a distributed checkpoint is written by all ranks.
+            save(save_directory, is_main_process=is_main_process)
+        else:
+            with staged_directory(save_directory) as staging:
+                self.config.auto_map = write_remote_code(staging, self._saved_class())
+                save(staging)
+                written = {file.name for file in staging.iterdir()}
+            _remove_stale_weights(Path(save_directory), written)
+        if push_to_hub:
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **push_arguments)
+
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """
+        Uploads weights, config, code and a fresh card to the Hub, in one commit.
+
+        Args:
+            repo_id (`str`):
+                `name` or `owner/name`; the repository is made if there is none.
+            kwargs:
+                `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `tags` and
+                `max_shard_size`, as in [`~transformers.PreTrainedModel.push_to_hub`].
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`].
+
+        Raises:
+            OSError: if the Hub refuses or stays out of reach; one line with the cause and what to do.
+        """
+        try:
+            from blockdraft.hub_cards.upload import publish_model
+        except ModuleNotFoundError:  # the draft came with the code beside it: no card then
+            return super().push_to_hub(repo_id, **kwargs)
+        return publish_model(self, repo_id, **kwargs)
+
+    def _saved_class(self) -> type:
+        """The draft's class; FSDP2 gives every module a class of its own, derived from it."""
+        name = type(self).__name__.removeprefix("FSDP")
+        return next(cls for cls in type(self).__mro__ if cls.__name__ == name)
+
+
+def _remove_stale_weights(directory: Path, written: set[str]) -> None:
+    """An earlier save with another number of shards leaves files that loading would prefer to the new ones."""
+    if written & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
+        shards = directory.glob("model-?????-of-?????.safetensors")
+        for file in [*shards, directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME]:
+            if file.name not in written:
+                file.unlink(missing_ok=True)

@@ -1,0 +1,222 @@
+"""Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, gated NoPE MLA."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...configuration.configuration_kimi_k3 import KimiK3TextConfig
+from ..ops.elementwise import rms_norm, situ
+
+# The norms inside MLA use this whatever `rms_norm_eps` says.
+MLA_NORM_EPS = 1e-6
+# Multiplications that absorbing has to save in a layer: what its further operations on the queries cost.
+WORTH_ABSORBING = 1_000_000
+
+
+class KimiK3RMSNorm(nn.Module):
+    """Root mean square norm in fp32, cast back to the input's dtype, **then** multiplied by the weight."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps, cast_first=True)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class KimiK3MLP(nn.Module):
+    """Dense SiTU feed-forward of width `intermediate_size` (the config's by default)."""
+
+    def __init__(self, config: KimiK3TextConfig, intermediate_size: int | None = None):
+        super().__init__()
+        width = intermediate_size or config.intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(situ(self.gate_proj(hidden_states), self.up_proj(hidden_states), *self.betas))
+
+
+class KimiK3MLAttention(nn.Module):
+    """
+    Multi-head latent attention without positional encoding and with a sigmoid output gate.
+
+    What is cached for a token is its latent row (`kv_lora_rank` numbers, normed) and the key slice that all heads
+    share (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
+    """
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = 1
+        self.is_causal = True
+        self.scaling = config.qk_head_dim**-0.5
+        hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, num_heads * config.qk_head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = KimiK3RMSNorm(config.q_lora_rank, MLA_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, num_heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = KimiK3RMSNorm(config.kv_lora_rank, MLA_NORM_EPS)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank, num_heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
+        if config.mla_use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, num_heads * config.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * config.v_head_dim, hidden_size, bias=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden_states` `[B, S, H]`, `attention_mask` as the attention implementation takes it; `[B, S, H]` out."""
+        latents, shared_keys = self.latents(hidden_states)
+        if cache is not None:
+            latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
+        return self.attend(hidden_states, latents, shared_keys, attention_mask, **kwargs)
+
+    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, Q, H]` -> `[B, N, Q, qk_head_dim]`."""
+        if self.config.q_lora_rank is None:
+            queries = self.q_proj(hidden_states)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        return queries.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def latents(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, S, H]` -> cached rows: latents `[B, 1, S, kv_lora_rank]`, shared keys `[B, 1, S, qk_rope_head_dim]`."""
+        sizes = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
+        latents, shared_keys = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)
+        return self.kv_a_layernorm(latents), shared_keys
+
+    def expand(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
+        sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
+        expanded = self.kv_b_proj(latents.squeeze(1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        keys, values = expanded.split(sizes, dim=-1)
+        return torch.cat([keys, shared_keys.expand(-1, self.num_heads, -1, -1)], dim=-1), values
+
+    def attend(
+        self,
+        hidden_states: torch.Tensor,
+        latents: torch.Tensor,
+        shared_keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries of `hidden_states` `[B, Q, H]` over the rows of `latents`; gated and projected, `[B, Q, H]`."""
+        queries = self.queries(hidden_states)
+        if self._absorbs(queries, latents, attention_mask):
+            output, weights = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs), None
+        else:
+            keys, values = self.expand(latents, shared_keys)
+            output, weights = self._run_attention(queries, keys, values, attention_mask, **kwargs)
+        return self.gate_and_project(output, hidden_states), weights
+
+    def gate_and_project(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, Q, N, v_head_dim]` and the layer's input `[B, Q, H]` -> `[B, Q, H]`."""
+        output = output.flatten(2)
+        if self.config.mla_use_output_gate:
+            output = output * torch.sigmoid(self.g_proj(hidden_states))
+        return self.o_proj(output)
+
+    def has_weight_at_hand(self, latents: torch.Tensor) -> bool:
+        """Whether `kv_b_proj` is one plain weight beside `latents`: neither adapted, quantised nor offloaded."""
+        if type(self.kv_b_proj) is not nn.Linear:
+            return False
+        weight = self.kv_b_proj.weight
+        return type(weight) is nn.Parameter and weight.device == latents.device
+
+    def _absorbs(self, queries: torch.Tensor, latents: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+        """Whether few queries over many rows are to be computed by [`attend_absorbed`]: where it saves enough."""
+        config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
+        if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
+            return False
+        if not self.has_weight_at_hand(latents):
+            return False
+        if attention_mask is None and length > 1:  # the kernel's own causal mask counts queries, not heads
+            return False
+        nope, values, rank = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
+        expanded = rows * rank * (nope + values) + length * rows * (config.qk_head_dim + values)
+        absorbed = length * rank * (nope + values) + length * rows * (2 * rank + config.qk_rope_head_dim)
+        return self.num_heads * len(queries) * (expanded - absorbed) > WORTH_ABSORBING
+
+    def attend_absorbed(
+        self,
+        queries: torch.Tensor,
+        latents: torch.Tensor,
+        shared_keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """
+        Attention with `kv_b_proj` on the few queries and outputs of a block: no cached row is expanded again, in each
+        forward, to the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+        Args:
+            queries: `[B, N, Q, qk_head_dim]`.
+            attention_mask: `[B, 1, Q, S]`, bool or additive, or `None` where every query sees every row.
+
+        Returns:
+            `[B, Q, N, v_head_dim]`.
+        """
+        sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
+        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(sizes, dim=1)
+        nope, shared = queries.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        # All heads read the same rows, so they become further queries of one head: `[B, 1, N * Q, r + dr]`.
+        queries = torch.cat([nope @ to_keys, shared], dim=-1).flatten(1, 2).unsqueeze(1)
+        keys = torch.cat([latents, shared_keys], dim=-1)
+        if attention_mask is not None:
+            attention_mask = attention_mask.repeat(1, 1, self.num_heads, 1)
+        output, _ = self._run_attention(queries, keys, latents, attention_mask, **kwargs | {"is_causal": False})
+        output = output.squeeze(2).unflatten(1, (self.num_heads, -1)) @ to_values.transpose(1, 2)
+        return output.transpose(1, 2)
+
+    def _run_attention(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        implementation: str | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[B, n, Q, d]` queries -> `[B, Q, n, dv]` and, where the implementation knows them, the weights."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation or self.config._attn_implementation, eager_attention
+        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        kwargs |= {"dropout": dropout, "scaling": self.scaling}
+        return attention(self, queries, keys, values, attention_mask, **kwargs)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by its definition, softmax in fp32; `[B, N, Q, d]` queries give `[B, Q, N, dv]` and the weights."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights

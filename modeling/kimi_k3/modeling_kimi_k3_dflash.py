@@ -1,0 +1,257 @@
+"""DFlash draft with a dense Kimi K3 backbone: NoPE MLA over `[context | block]` and a SiTU feed-forward."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.cache_utils import Cache, DFlashCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ...configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from ..draft.block_visibility import PaddedBlockMask
+from ..draft.modeling_draft import DraftPreTrainedModel, accept_seed_names
+from ..draft.visible_attention import VisibleKeys, attend_visible
+from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
+
+# What a layer is told about who sees what: a mask, or how many blocks are to be computed.
+Visible = torch.Tensor | BlockMask | PaddedBlockMask | VisibleKeys
+
+
+class KimiK3DFlashAttention(KimiK3MLAttention):
+    """The target's MLA with the block as queries and `[cached | new context | block]` as keys and values."""
+
+    def __init__(self, config: KimiK3DFlashConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_causal = False
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: Visible | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`hidden_states` `[B, Q, H]`, `context_hidden_states` `[B, A, H]`; returns `[B, Q, H]`."""
+        queries = self.queries(hidden_states)
+        latents, shared_keys = self.latents(torch.cat([context_hidden_states, hidden_states], dim=1))
+        if cache is not None:
+            latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
+        absorb = cache is not None and not self.training and self.has_weight_at_hand(latents)
+        if absorb and not isinstance(attention_mask, BlockMask):
+            output = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs)
+        else:
+            keys, values = self.expand(latents, shared_keys)
+            output, _ = self._run_attention(queries, keys, values, attention_mask, **kwargs)
+        return self.gate_and_project(output, hidden_states)
+
+    def _run_attention(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: Visible | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(attention_mask, VisibleKeys):
+            return attend_visible(queries, keys, values, attention_mask, self.scaling), None
+        if isinstance(attention_mask, PaddedBlockMask):
+            length, padded = queries.shape[2], attention_mask
+            keys, values = padded.pad_keys(keys, length), padded.pad_keys(values, length)
+            output, _ = self._run_attention(padded.pad_queries(queries), keys, values, padded.mask, **kwargs)
+            return output[:, :length], None
+        if self.config._attn_implementation == "flex_attention" and not isinstance(attention_mask, BlockMask):
+            # FlexAttention is for training's block masks; it would compile anew for each length of a growing context.
+            kwargs["implementation"] = "sdpa"
+        return super()._run_attention(queries, keys, values, attention_mask, **kwargs)
+
+
+class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm MLA over `[context | block]`, then a dense SiTU MLP. The context is not normed again in each layer."""
+
+    def __init__(self, config: KimiK3DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = KimiK3DFlashAttention(config, layer_idx)
+        self.mlp = KimiK3MLP(config)
+        self.input_layernorm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: Visible | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """`hidden_states` `[B, Q, H]`, `context_hidden_states` `[B, A, H]`; returns `[B, Q, H]`."""
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, context_hidden_states, attention_mask, cache, **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class KimiK3DFlashDraftModel(DraftPreTrainedModel):
+    """
+    DFlash draft (arXiv 2602.06036) for Kimi K3 and other targets: slot 0 of a block is the last known token, the other
+    slots hold the mask token and are predicted in one forward from the block and the target's features of the context.
+
+    There is no positional encoding: slots that hold the same token and see the same keys get the same prediction. Set
+    `config.is_causal` (or a `sliding_window` well below the context) so that masked slots differ.
+    """
+
+    config_class = KimiK3DFlashConfig
+    _no_split_modules = ["KimiK3DFlashDecoderLayer"]
+
+    def __init__(self, config: KimiK3DFlashConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
+        self.hidden_norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(KimiK3DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_init()
+
+    @accept_seed_names
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | BlockMask | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        anchor_positions: torch.LongTensor | None = None,
+        block_keep_mask: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        One block after its whole context, as in decoding, or any number of blocks, as in training. Many blocks are
+        given by `anchor_positions`, which is fastest, or by a mask.
+
+        Args:
+            noise_embeds (`[B, Q, H]`):
+                Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
+            context_hidden_states (`[B, A, F * H]`):
+                Target features of the A context tokens that `cache` does not hold yet, F = `len(target_layer_ids)`.
+            attention_mask (*optional*):
+                - `None`: one block, which sees its context as the configuration says, and itself;
+                - `[B, C + A + Q]`, C cached rows: one block, and 0 marks padding;
+                - `[B, 1, Q, C + A + Q]`, bool (True is visible) or additive, or a `BlockMask`: any number of blocks.
+                  `config.sliding_window` and `config.is_causal` have to be in it, and it holds for every layer: with
+                  `config.num_full_attention_layers` give `anchor_positions` instead.
+            position_ids (*optional*):
+                Not used: K3's attention has no positional encoding.
+            cache ([`~transformers.cache_utils.DFlashCache`], *optional*):
+                Gets A + Q rows for each layer, the normed latents and the shared keys. Remove the block's with
+                `cache.crop(-Q)` before the next round.
+            use_cache (`bool`, *optional*):
+                Makes a cache if none is given.
+            anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
+                Many blocks of `block_size`: where they stand, ascending if they are to be fast, which of them are no
+                padding (default: all), and the documents of packed rows. They see what
+                [`~blockdraft.modeling.draft.block_visibility.block_mask_mod`] says.
+
+        Returns:
+            [`~transformers.modeling_outputs.BaseModelOutputWithPast`]: `last_hidden_state` `[B, Q, H]` in the dtype of
+            `noise_embeds`, ready for the target's head, and `cache`.
+
+        Raises:
+            ValueError: if the width of the features or a shape is wrong, if Q > `block_size` comes with neither
+                anchors nor a mask that says which block sees what, or a mask of its own with layers that differ.
+        """
+        if context_hidden_states.shape[-1] != self.fc.in_features:
+            raise ValueError(
+                f"`context_hidden_states` is {context_hidden_states.shape[-1]} wide; `target_layer_ids` "
+                f"{self.config.target_layer_ids} of the target's hidden size make {self.fc.in_features}."
+            )
+        if use_cache and cache is None:
+            cache = DFlashCache(config=self.config)
+        anchors = (anchor_positions, block_keep_mask, document_ids)
+        self.check_anchors(noise_embeds, context_hidden_states, attention_mask, cache, *anchors)
+        context_length = context_hidden_states.shape[1]
+        if anchor_positions is not None:
+            blocks = (anchor_positions, block_keep_mask, context_length, document_ids)
+            see = functools.partial(self.what_blocks_see, *blocks)
+        else:
+            cached = cache.get_seq_length() if cache is not None else 0
+            key_length = cached + context_length + noise_embeds.shape[1]
+            see = functools.partial(self._visible_keys, attention_mask, noise_embeds, key_length)
+        windows = self.config.context_windows
+        visible = {window: see(window) for window in dict.fromkeys(windows)}
+
+        # The target may be held in another dtype than the draft.
+        dtype = self.norm.weight.dtype
+        context_hidden_states = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
+        hidden_states = noise_embeds.to(dtype)
+        for layer, window in zip(self.layers, windows, strict=True):
+            hidden_states = layer(hidden_states, context_hidden_states, visible[window], cache=cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states).to(noise_embeds.dtype), cache=cache)
+
+    def _visible_keys(
+        self,
+        attention_mask: torch.Tensor | BlockMask | None,
+        noise_embeds: torch.Tensor,
+        key_length: int,
+        sliding_window: int | None,
+    ) -> torch.Tensor | BlockMask | None:
+        """`[B, 1, Q, key_length]`, a `BlockMask`, or `None`: all is visible to a layer with that window."""
+        for_all_layers = isinstance(attention_mask, BlockMask) or (
+            attention_mask is not None and attention_mask.dim() == 4
+        )
+        if for_all_layers and len(set(self.config.context_windows)) > 1:
+            raise ValueError(
+                f"The last {self.config.num_full_attention_layers} layers (`num_full_attention_layers`) see the whole "
+                "context and the others a window, which one `attention_mask` cannot say: pass `anchor_positions`."
+            )
+        if isinstance(attention_mask, BlockMask):
+            if self.config._attn_implementation != "flex_attention":
+                raise ValueError(
+                    'A `BlockMask` is for `attn_implementation="flex_attention"`; the draft was loaded with '
+                    f"{self.config._attn_implementation!r}, which takes a dense `attention_mask`."
+                )
+            return attention_mask
+        query_length = noise_embeds.shape[1]
+        if attention_mask is None or attention_mask.dim() == 2:
+            if query_length > self.config.block_size:
+                raise ValueError(
+                    f"`noise_embeds` holds {query_length} tokens, more than one block of {self.config.block_size}: "
+                    "pass `anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
+                    "follows its anchor."
+                )
+            lengths = (query_length, key_length)
+            attention_mask = self._single_block_mask(attention_mask, *lengths, sliding_window, noise_embeds.device)
+        if attention_mask is None:
+            return None
+        if attention_mask.shape[-2:] != (query_length, key_length):
+            raise ValueError(
+                f"`attention_mask` covers {tuple(attention_mask.shape[-2:])} (queries, keys); cached context, new "
+                f"context and block make {(query_length, key_length)}."
+            )
+        is_bool = attention_mask.dtype == torch.bool
+        return attention_mask if is_bool else attention_mask.to(self.norm.weight.dtype)
+
+    def _single_block_mask(
+        self,
+        padding_mask: torch.Tensor | None,
+        query_length: int,
+        key_length: int,
+        window: int | None,
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        """`[B, 1, Q, key_length]` bool for one block after its whole context, or `None` if nothing is hidden."""
+        is_causal = self.config.is_causal
+        if padding_mask is None and window is None and not is_causal:
+            return None
+        if padding_mask is None:
+            padding_mask = torch.ones(1, key_length, dtype=torch.bool, device=device)
+        visible = padding_mask.bool()[:, None, :].repeat(1, query_length, 1)
+        if window is not None:
+            # Padding takes no place, on whichever side it is: positions count the real tokens.
+            positions = padding_mask.long().cumsum(-1)
+            block, context = positions[:, -query_length:, None], positions[:, None, :-query_length]
+            visible[..., :-query_length] &= block - context < window
+        if is_causal:
+            visible[..., -query_length:] &= torch.ones_like(visible[0, :, -query_length:]).tril()
+        return visible[:, None]

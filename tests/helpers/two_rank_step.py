@@ -1,0 +1,49 @@
+"""What two processes do together, started by torchrun: one training step of each draft, whose weights rank 0 saves,
+then an evaluation and an epoch of two steps, the first one being the best, of which each rank saves its view."""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import torch
+from draft_trainers import make_trainer, weights
+from dspark_trainers import dspark_trainer
+
+output_dir = Path(sys.argv[1])
+for family, make in (("dflash", make_trainer), ("dspark", dspark_trainer)):
+    trainer = make(output_dir, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        torch.save(weights(trainer), output_dir / f"{family}.pt")
+
+rank = trainer.accelerator.process_index
+trainer = make_trainer(
+    output_dir / "run",
+    per_device_eval_batch_size=3,
+    train_sampling_strategy="group_by_length",
+    save_strategy="steps",
+    save_steps=1,
+    eval_strategy="steps",
+    eval_steps=1,
+    load_best_model_at_end=True,
+)
+view = {"evaluated": trainer.evaluate(), "rows": []}
+place_blocks, losses = trainer.place_blocks, itertools.chain([1.0], itertools.repeat(9.0))
+
+
+def note_rows(batch: dict, step: int) -> None:
+    view["rows"] += batch["row_id"].tolist()
+    place_blocks(batch, step)
+
+
+trainer.place_blocks, trainer.evaluate = note_rows, lambda **_: {"eval_loss": next(losses)}
+torch.manual_seed(rank)  # ranks may have drawn differently before
+trainer.train()
+view |= {"best": trainer.state.best_model_checkpoint, "weights": weights(trainer)}
+torch.save(view, output_dir / f"rank{rank}.pt")
+# A process that exits while threads of its group are running may abort, even with the group closed: leave them behind.
+trainer.accelerator.wait_for_everyone()
+trainer.accelerator.end_training()
+sys.stdout.flush()
+os._exit(0)

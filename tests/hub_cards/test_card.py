@@ -1,0 +1,410 @@
+"""Model cards: metadata as the Hub takes it, runnable code, no local paths, the same bytes every time."""
+
+import ast
+import html
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import matplotlib
+import pytest
+import yaml
+from cards import ADAPTER, CHAT, COMMIT, METRICS, PROTOCOL, TARGET, config, dspark_config, recipe
+from decoding_models import build_draft, build_dspark_draft, build_target
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blockdraft.configuration.configuration_draft import target_record
+from blockdraft.hub_cards.card import (
+    TRANSFORMERS_VERSION,
+    card_of_repository,
+    make_adapter_card,
+    make_card,
+    rewrite_card,
+    text,
+    write_adapter_card,
+    write_card,
+)
+from blockdraft.hub_cards.rules import validate_card
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.trainer.adapters import adapt, describe, save_adapter
+
+V41 = TARGET | {"model_type": "deepseek_v41_text", "architecture": "DeepseekV41ForCausalLM"}
+
+
+def metadata(card: str) -> dict:
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)[1])
+
+
+def code_of(card: str) -> str:
+    """The card's one Python program."""
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ast.parse(code)
+    return code
+
+
+def table_of(card: str, heading: str) -> dict[str, str]:
+    """Names and values of a section's table."""
+    section = card.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line[2:-2].split(" | ", 1) for line in section.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------------
+
+
+def test_metadata_of_a_draft():
+    given = recipe(license="apache-2.0", datasets=["HuggingFaceH4/ultrachat_200k"])
+    assert metadata(make_card(config(**given))) == {
+        "base_model": "Qwen/Qwen3-0.6B",
+        "base_model_relation": "adapter",
+        "datasets": ["HuggingFaceH4/ultrachat_200k"],
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", "blockdraft", "dflash", "kimi_k3_dflash", "kimi_k3"],
+    }
+    assert metadata(make_card(dspark_config()))["tags"][3:] == ["dspark", "deepseek_v41_dspark", "deepseek_v41"]
+
+
+def test_licence():
+    of_target = metadata(make_card(config()))
+    assert (of_target["license"], of_target["license_name"]) == ("other", "terms-of-the-base-model")
+    assert of_target["license_link"] == "https://huggingface.co/Qwen/Qwen3-0.6B"
+    assert metadata(make_card(config(target=None)))["license"] == "unknown"
+    assert metadata(make_card(config(**recipe(license="mit")), license="gemma"))["license"] == "gemma"
+    assert "licensed under gemma" in make_card(config(), license="gemma")
+
+
+def test_model_index_has_a_result_for_each_data_set_and_protocol():
+    sampled = {"tau": 2.0, "speedup": 1.25, "protocol": PROTOCOL | {"decoding": "sampling temperature 1"}}
+    results = METRICS | {"chat": [METRICS["chat"], sampled]}
+    card = make_card(config(), results)
+    greedy_text = "greedy, block 4, 40 prompts, up to 64 new tokens, batch 1, float32, CPU (2 threads)"
+    found = [
+        (r.dataset_type, r.dataset_name, r.dataset_config, r.metric_type, r.metric_value)
+        for r in ModelCard(card).data.eval_results
+    ]
+    assert found == [
+        ("chat", "chat", greedy_text, "tau", 2.3457),
+        ("chat", "chat", greedy_text, "speedup", 1.5),
+        ("chat", "chat", greedy_text.replace("greedy", "sampling temperature 1"), "tau", 2.0),
+        ("chat", "chat", greedy_text.replace("greedy", "sampling temperature 1"), "speedup", 1.25),
+        ("openai/openai_humaneval", "openai/openai_humaneval", greedy_text, "tau", 3.0),
+    ]
+    assert metadata(card)["model-index"][0]["name"] == "Qwen3-0.6B-DFlash"
+    lines = [line for line in card.splitlines() if line.endswith("CPU (2 threads) |")]
+    assert lines[0].startswith("| chat | 2.35 | 2% | 1.50 | greedy,")
+    assert lines[2].startswith("| openai/openai_humaneval | 3.00 | - | - | greedy,")
+    assert "model-index" not in metadata(make_card(config())) and "model_name" not in make_card(config())
+
+
+@pytest.mark.parametrize(
+    "figures, message",
+    [
+        ({"tau": 2.0}, "no `protocol`"),
+        ({"tau": 2.0, "protocol": {"decoding": "greedy"}}, "without `block_size`"),
+        ({"tau": 2.0, "protocol": PROTOCOL | {"dtype": None}}, "without `dtype`"),
+        ({"accuracy": 0.9, "protocol": PROTOCOL}, "`accuracy`, which is no figure of real decoding"),
+        ({"tau": math.nan, "protocol": PROTOCOL}, "`tau` = nan: leave out"),
+        ({"speedup": math.inf, "protocol": PROTOCOL}, "`speedup` = inf"),
+        ({"tau": None, "protocol": PROTOCOL}, "`tau` = None"),
+        ({"acceptance_by_slot": [0.5, math.nan], "protocol": PROTOCOL}, "`acceptance_by_slot` = nan"),
+        ([{"tau": 2.0, "protocol": PROTOCOL}] * 2, "two results of 'chat' by the same protocol"),
+    ],
+)
+def test_numbers_without_protocol_or_value_are_refused(figures, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        write_card(tmp_path, config(), {"chat": figures})
+    assert "\n" not in str(error.value) and not any(tmp_path.iterdir())
+
+
+# ---- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_says_what_it_is_and_how_to_decode():
+    card = make_card(config(**recipe(datasets=["org/chats"])), METRICS)
+    facts, training = table_of(card, "What it is"), table_of(card, "Training")
+    assert facts["block"] == "4 slots: 1 known, 3 drafted" and facts["mask token id"] == "63"
+    assert facts["target layers read"] == "1, 3 of 6, zero-based: their outputs"
+    assert facts["target's revision"] == COMMIT and facts["target in training"] == "bfloat16"
+    assert facts["target's fingerprint"] == f"embedding {'ab' * 8}"
+    assert training["learning rate"] == "0.0006" and training["loss decay gamma"] == "4"
+    assert training["labels"] == "the tokens of the data" and training["loss type"] == "fixed_anchor"
+    assert training["versions"] == "blockdraft 0.1.0, torch 2.13.0"
+    assert training["data"] == "[org/chats](https://huggingface.co/datasets/org/chats)"
+    code = code_of(card)
+    assert 'target_id = "Qwen/Qwen3-0.6B"' in code and code.count(f'revision="{COMMIT}"') == 2
+    assert 'draft_id, commit = "user/draft", "<commit sha>"  # this repository; fill in the commit' in code
+    assert '"custom_generate": draft_id, "revision": commit, "trust_remote_code": True' in code
+    assert 'assistant_model=draft, speculation_type="dflash"' in code and "import blockdraft" not in code
+    assert "proposes 3 tokens in one forward" in card and f'"transformers>={TRANSFORMERS_VERSION}"' in card
+    assert "vLLM 0.33.0 and SGLang 0.5.23 do not read it" in card
+    assert "![Rounds that accept each drafted token. chat: 70, 40, 25 %](acceptance.png)" in card
+
+
+def test_the_form_of_the_target_is_named():
+    card = make_card(
+        config(target=TARGET | {"quantization": "mxfp4", "adapters": ["LORA"], "weights_sha256": "f" * 64})
+    )
+    facts = table_of(card, "What it is")
+    assert facts["target in training"] == "bfloat16, quantised (mxfp4), with adapters (LORA)"
+    assert facts["target's fingerprint"] == f"weights {'f' * 16}, embedding {'ab' * 8}"
+    assert "load the target with the same one" in card and "PEFT" not in make_card(config())
+
+
+def test_the_version_of_transformers_is_the_package_s():
+    with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        dependencies = tomllib.load(file)["project"]["dependencies"]
+    assert any(re.match(rf"transformers>={re.escape(TRANSFORMERS_VERSION)}\b", line) for line in dependencies)
+
+
+def test_own_targets_need_the_package():
+    code = code_of(make_card(config(target=TARGET | {"model_type": "kimi_k3_text"})))
+    assert code.startswith("import blockdraft")
+
+
+@pytest.mark.parametrize(
+    "settings, limit",
+    [
+        ({"input_embedding_scale": 2.0}, "multiplied by 2,"),
+        ({"objective": {"loss_type": "variable_prefix"}}, "at least two known tokens"),
+        ({"capture_point": "attention_input_mean"}, "hands out outputs of layers"),
+    ],
+)
+def test_the_native_path_is_offered_only_where_it_gives_the_draft_s_own_blocks(settings, limit):
+    assert limit not in make_card(config())
+    card = make_card(config(**settings))
+    assert limit in card and "assistant_model" not in code_of(card)
+
+
+def test_a_draft_of_variable_prefixes_drafts_one_token_less():
+    variable = config(objective={"loss_type": "variable_prefix"})
+    assert (config().num_drafted, variable.num_drafted, dspark_config().num_drafted) == (3, 2, 4)
+    assert config(objective={"loss_type": "variable_prefix"}, block_size=2).num_drafted == 1
+    assert table_of(make_card(variable), "What it is")["block"] == "4 slots: 2 known, 2 drafted"
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"sliding_window": None}, "whole context"),
+        ({"sliding_window": 4}, "4 tokens"),
+        ({"sliding_window": 4, "num_full_attention_layers": 1}, "4 tokens; the last layer sees the whole context"),
+        ({"sliding_window": 4, "num_full_attention_layers": 2}, "4 tokens; the last 2 layers see the whole context"),
+    ],
+)
+def test_the_context_of_each_layer_is_said(settings, says):
+    card = make_card(config(num_hidden_layers=3, **settings))
+    assert table_of(card, "What it is")["context window"] == says
+
+
+def test_dspark_card_says_what_only_it_has():
+    card = make_card(
+        dspark_config(
+            target=V41,
+            capture_point="attention_input_mean",
+            confidence_temperatures=[1.0, 1.25, 1.5, 2.0],
+            objective={"loss_type": "dspark"},
+        ),
+        METRICS,
+    )
+    facts = table_of(card, "What it is")
+    assert facts["block"].startswith("4 slots: the first slot reads the last known token")
+    assert facts["context window"] == "6 tokens" and facts["Markov head"] == "rank 8"
+    assert facts["experts"] == "5 in each layer, 2 of them and a shared one a token"
+    assert facts["confidence head"] == "reads the state after the final norm (post_norm)"
+    assert facts["confidence temperatures by slot"] == "1, 1.25, 1.5, 2"
+    assert facts["target layers read"].endswith("what enters their attention, the mean over its streams")
+    assert table_of(card, "Training")["labels"] == "the tokens of the data and the target's own distribution"
+    code = code_of(card)
+    assert code.startswith("import blockdraft") and "speculation_type" not in code and "custom_generate" in code
+    assert "blockdraft export user/draft --into TARGET_DIR" in card and '{"method": "dspark"}' in card
+    assert "SGLang feeds it the state before it" in card and "ConfidenceThreshold" in card
+
+
+def test_dspark_card_follows_the_draft():
+    card = make_card(dspark_config())
+    assert "not calibrated" in card and "`blockdraft calibrate`" in card
+    assert "for DeepSeek V4.1 targets only" in card and "--into" not in card
+    pre_norm = make_card(dspark_config(confidence_input="pre_norm", target=V41, capture_point="attention_input_mean"))
+    assert "the state before the final norm (pre_norm)" in pre_norm and "feeds it the state" not in pre_norm
+    bare = make_card(dspark_config(markov_rank=None))
+    assert table_of(bare, "What it is")["Markov head"] == table_of(bare, "What it is")["confidence head"] == "none"
+    assert "temperatures" not in bare and "calibrated" not in bare and "ConfidenceThreshold" not in bare
+
+
+def test_adapter_card():
+    card = make_adapter_card(config(**recipe(adapter={"r": 8, "base": "user/base-draft"})), ADAPTER, METRICS)
+    data = metadata(card)
+    assert (data["base_model"], data["base_model_relation"], data["library_name"]) == (
+        "user/base-draft",
+        "adapter",
+        "peft",
+    )
+    assert data["license_link"] == "https://huggingface.co/user/base-draft" and "lora" in data["tags"]
+    assert data["model-index"][0]["results"][0]["metrics"][0]["type"] == "tau"
+    facts = table_of(card, "What it is")
+    assert facts["trained"] == "12,345 of 1,234,567 parameters (1.00%)" and facts["adapter"] == "LoRA, rank 8"
+    assert facts["its revision"] == ADAPTER["base_revision"] and facts["target's revision"] == COMMIT
+    assert table_of(card, "Training")["adapter"] == "base user/base-draft, r 8"
+    code = code_of(card)
+    assert "AutoPeftModelForFeatureExtraction.from_pretrained(" in code and "merge_and_unload()" in code
+    assert f'base_id, base_commit = "user/base-draft", "{ADAPTER["base_revision"]}"' in code
+    assert "# LoRA adapter of a DFlash draft for Qwen/Qwen3-0.6B" in card
+
+
+def test_a_published_card_names_its_repository():
+    draft = make_card(dspark_config(target=V41, capture_point="attention_input_mean"))
+    published = [card_of_repository(card, "me/mine") for card in (draft, make_adapter_card(config(), ADAPTER))]
+    assert 'draft_id, commit = "me/mine", "<commit sha>"' in code_of(published[0])
+    assert "blockdraft export me/mine --into" in published[0] and '    "me/mine", revision=' in code_of(published[1])
+    assert not any("user/draft" in card or "user/adapter" in card for card in published)
+
+
+def test_adapter_of_a_base_in_a_directory():
+    local = ADAPTER | {"base": "/home/someone/base-draft", "base_revision": None, "peft_type": "DoRA"}
+    card = make_adapter_card(dspark_config(), local)
+    assert "someone" not in card and "None" not in card and "base_model" not in metadata(card)
+    assert metadata(card)["license_link"] == "https://huggingface.co/Qwen/Qwen3-0.6B"
+    assert 'base_id, base_commit = "path/to/the/base/draft", "<commit sha>"' in code_of(card)
+    assert "dora" in metadata(card)["tags"] and "base draft" not in table_of(card, "What it is")
+
+
+def test_the_code_of_the_cards_runs(tmp_path, chat_tokenizer):
+    """As it stands in the card, but for the places: what it decodes is greedy decoding of the target."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat_tokenizer), bos_token_id=None, **shape))
+    target.save_pretrained(tmp_path / "target")
+    chat_tokenizer.save_pretrained(tmp_path / "target")
+    cards = {}
+    for family, build in (("dflash", build_draft), ("dspark", build_dspark_draft)):
+        draft = build(target)
+        draft.save_pretrained(tmp_path / family)
+        cards[family] = card_of_repository(make_card(draft.config), str(tmp_path / family))
+    model = adapt(KimiK3DFlashDraftModel.from_pretrained(tmp_path / "dflash"), LoraConfig(r=2))
+    save_adapter(tmp_path / "adapter", model)
+    card = make_adapter_card(model.config, describe(model)).replace("path/to/the/base/draft", str(tmp_path / "dflash"))
+    cards["adapter"] = card_of_repository(card, str(tmp_path / "adapter"))
+    for card in cards.values():
+        code = code_of(card).replace("path/to/the/target", str(tmp_path / "target")).replace("tokens=256", "tokens=8")
+        names = {}
+        exec(code, names)
+        plain = names["target"].generate(**names["inputs"], max_new_tokens=8, do_sample=False)
+        assert names["output"].tolist() == plain.tolist()
+
+
+# ---- nothing local, nothing empty ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/models/target", "./target", "../a/b", "out/run/target", "target", "a b/c", ""]
+)
+def test_a_local_target_is_not_named(path):
+    card = make_card(config(target=TARGET | {"name_or_path": path}), METRICS)
+    assert "base_model" not in metadata(card) and "base_model_relation" not in metadata(card)
+    assert path in ("", "target") or path not in card
+    assert 'target_id = "path/to/the/target"' in code_of(card) and COMMIT not in card
+    assert "# DFlash draft for a Qwen3ForCausalLM language model" in card
+
+
+def test_the_record_of_a_target_in_a_directory_keeps_the_folder_s_name_alone(tmp_path, monkeypatch):
+    """`owner/name` can be a directory as well: what a card shows must not depend on where it is written."""
+    (tmp_path / "owner/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    target = build_target("qwen3")
+    for name in ("owner/name", str(tmp_path / "owner/name"), "owner/name/"):
+        target.config.name_or_path = name
+        assert target_record(target, None)["name_or_path"] == "name"
+    target.config.name_or_path = "owner/other"
+    assert target_record(target, None)["name_or_path"] == "owner/other"
+
+
+@pytest.mark.parametrize("make", [make_card, lambda *args: make_adapter_card(args[0], ADAPTER, *args[1:])])
+def test_what_says_nothing_or_too_much_is_left_out(make):
+    settings = {
+        "epoch": None,
+        "noise": math.nan,
+        "adapter": {"base": "/home/someone/draft", "r": 4, "alpha": None},
+        "data": "/home/someone/rows.jsonl",
+        "more_data": ["C:\\rows.jsonl", "~/rows", "./rows"],
+        "extra": {},
+    }
+    given = config(**recipe(**settings), target={"architecture": "LlamaForCausalLM", "revision": None, "dtype": None})
+    for metrics in (None, METRICS):
+        card = make(given, metrics)
+        for word in ("someone", "None", "nan", "null", "rows", "{{", "{%", "\n\n\n", "epoch", "noise"):
+            assert word not in card, word
+        assert table_of(card, "Training")["adapter"] == "r 4"
+        validate_card(card)
+
+
+def test_a_draft_without_provenance_says_so():
+    card = make_card(config(target=None, objective=None, training=None))
+    assert "does not say how it was trained" in card and "## Results" not in card
+    assert "a causal language model" in card and code_of(card)
+
+
+# ---- the same bytes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_config", [config, dspark_config])
+def test_the_same_card_after_a_reload_anywhere(make_config, tmp_path, monkeypatch):
+    given = make_config(**recipe(license="mit", adapter={"r": 1, "base": "a/b"}))
+    first, second = tmp_path / "first", tmp_path / "elsewhere/second"
+    given.save_pretrained(first)
+    assert write_card(first, given, METRICS) == first / "README.md"
+    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)  # a directory that is called like the target
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red")
+    reloaded = type(given).from_pretrained(first)
+    write_card(second, reloaded, METRICS)
+    names = ["README.md", "acceptance.png", "metrics.json"]
+    written = {name: (first / name).read_bytes() for name in names}
+    assert {name: (second / name).read_bytes() for name in names} == written
+    reloaded.save_pretrained(second)
+    rewrite_card(second, type(given).from_pretrained(second))  # with the metrics that lie there
+    assert {name: (second / name).read_bytes() for name in names} == written
+    assert written["acceptance.png"].startswith(b"\x89PNG") and len(written["acceptance.png"]) < 60_000
+    assert b"matplotlib" not in written["acceptance.png"]
+
+
+# ---- hostile names ------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    'a: b\n---\nlicense: mit\n---\n# "hi" | x',
+    "</td><script>alert(1)</script>",
+    "[a](javascript:x) ![b](/c) `d` | e ```",
+    "{{ 7 * 7 }}{% raw %}",
+    "$x_1$ & &lt; \\ \u2028 \x85 \t end",
+    "!!python/object:os.system {a: [b",
+    "__hidden__ 🙂 数据",
+    "|",
+]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_are_text(name, tmp_path):
+    settings = {
+        "target": TARGET | {"architecture": name, "revision": f'x", trust_remote_code=True, y="{name}'},
+        "objective": {"loss_type": name, name: name},
+        "training": {name: {name: name}},
+    }
+    metrics = {name: CHAT | {"protocol": PROTOCOL | {"hardware": name}}}
+    for adapter in (None, ADAPTER | {"base": name, "peft_type": name, "base_revision": name}):
+        arguments = (config(**settings), metrics) if adapter is None else (config(**settings), adapter, metrics)
+        card = (write_adapter_card if adapter else write_card)(tmp_path, *arguments).read_text()
+        data = validate_card(card)
+        plain = " ".join(name.split())
+        assert data["license"] == "other" and data["model-index"][0]["results"][0]["dataset"]["name"] == plain
+        body = card.split("\n---\n", 1)[1]
+        assert "<script" not in body and "](javascript" not in body.replace("\\](", "") and "49" not in body
+        assert "trust_remote_code=True, y" not in card
+        tables = [line for line in body.splitlines() if line.startswith("|")]
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {3, 6}  # two columns, and the results' five
+        assert code_of(card) and (tmp_path / "acceptance.png").stat().st_size > 5_000
+        row = next(line for line in tables if line.endswith(f"{text(name)} |") and "batch 1" in line)
+        assert html.unescape(re.sub(r"\\(.)", r"\1", row)).startswith(f"| {plain} | 2.35 |")

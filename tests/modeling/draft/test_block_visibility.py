@@ -1,0 +1,206 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from blockdraft.modeling.draft.block_visibility import (
+    additive_mask,
+    block_attention_mask,
+    block_mask_mod,
+    block_position_ids,
+    document_ids_from_lengths,
+    flex_block_mask,
+    padded_block_mask,
+    visible_context,
+)
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+
+# Overlapping blocks in row 0 (anchors 5, 6, 7), a padded block in row 1.
+ANCHORS = torch.tensor([[5, 6, 7], [2, 9, 0]])
+KEEP = torch.tensor([[True, True, True], [True, True, False]])
+CONTEXT, BLOCK = 12, 4
+
+
+@pytest.fixture
+def draft(golden):
+    return KimiK3DFlashDraftModel(KimiK3DFlashConfig(**golden("k3_dflash_loss_gamma7").meta["config"])).eval()
+
+
+@pytest.mark.parametrize("case", ["plain", "window", "causal", "docs", "docs_window_causal"])
+def test_masks_equal_reference(golden, case):
+    reference = golden("dflash_masks")
+    options = reference.meta["options"]
+    rule = {}
+    if "window" in case:
+        rule["sliding_window"] = options["sliding_window"]
+    if "causal" in case:
+        rule["causal"] = True
+    if "docs" in case:
+        rule["document_ids"] = document_ids_from_lengths(reference["in.seq_lens"], options["ctx_len"])
+    visible = block_attention_mask(
+        reference["in.anchor_positions"],
+        reference["in.block_keep_mask"],
+        options["ctx_len"],
+        options["block_size"],
+        **rule,
+    )
+    assert visible.dtype == torch.bool
+    assert torch.equal(visible, reference[f"out.{case}"])
+
+
+def test_document_ids_equal_reference(golden):
+    reference = golden("dflash_masks")
+    ids = document_ids_from_lengths(reference["in.seq_lens"], reference.meta["options"]["ctx_len"])
+    assert torch.equal(ids, reference["out.ctx_doc_id"])
+    assert torch.equal(ids.gather(1, reference["in.anchor_positions"]), reference["out.anchor_doc_id"])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("per_query", [True, False])
+def test_rule_written_out(window, per_query):
+    visible = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK, sliding_window=window, window_per_query=per_query)
+    for row in range(2):
+        for query in range(3 * BLOCK):
+            block, slot = divmod(query, BLOCK)
+            anchor = ANCHORS[row, block].item()
+            seen = set(range(CONTEXT + block * BLOCK, CONTEXT + (block + 1) * BLOCK))
+            if KEEP[row, block]:
+                if window is None:
+                    seen |= set(range(anchor))
+                elif per_query:
+                    seen |= {s for s in range(anchor) if anchor + slot - s < window}
+                else:
+                    seen |= set(range(max(anchor - window, 0), anchor))
+            assert set(visible[row, 0, query].nonzero().flatten().tolist()) == seen
+
+
+def test_additive_mask_is_finite_after_softmax():
+    visible = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK, sliding_window=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = additive_mask(visible, dtype)
+        assert mask.dtype == dtype
+        assert torch.equal(mask == 0, visible)
+        weights = mask.softmax(-1)
+        assert weights.isfinite().all() and (weights[~visible] == 0).all()
+
+
+def test_no_anchors_give_an_empty_mask():
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    assert block_attention_mask(empty, empty.bool(), CONTEXT, BLOCK).shape == (2, 1, 0, CONTEXT)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rule", [{}, {"sliding_window": 3}, {"causal": True}, {"document_ids": True}])
+def test_flex_equals_dense(rule):
+    if "document_ids" in rule:
+        rule = {"document_ids": document_ids_from_lengths(torch.tensor([[6, 6], [3, 9]]), CONTEXT)}
+    dense = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK, **rule)
+    queries, keys = dense.shape[-2:]
+    mask_mod = block_mask_mod(ANCHORS, KEEP, CONTEXT, BLOCK, **rule)
+    assert torch.equal(create_mask(mask_mod, 2, 1, queries, keys, device="cpu"), dense)
+    # Lengths rounded up to a tile of 128 must not run past the tables (here they would raise an IndexError).
+    assert torch.equal(create_mask(mask_mod, 2, 1, 128, 128, device="cpu")[..., :queries, :keys], dense)
+
+    q, k, v = torch.randn(2, 2, queries, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
+    flex = flex_attention(q, k, v, block_mask=flex_block_mask(ANCHORS, KEEP, CONTEXT, BLOCK, **rule))
+    torch.testing.assert_close(flex, F.scaled_dot_product_attention(q, k, v, attn_mask=dense), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("additive", [True, False])
+def test_blocks_never_see_features_from_their_anchor_on(draft, implementation, additive):
+    draft.set_attn_implementation(implementation)
+    noise = torch.randn(2, 3 * BLOCK, draft.config.hidden_size)
+    features = torch.randn(2, CONTEXT, draft.fc.in_features)
+    mask = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK)
+    mask = additive_mask(mask, torch.float32) if additive else mask
+
+    def blocks(features):
+        return draft(noise, features, attention_mask=mask).last_hidden_state.unflatten(1, (3, BLOCK))
+
+    with torch.no_grad():
+        before = blocks(features)
+        for row, anchors in enumerate(ANCHORS.tolist()):
+            for block, anchor in enumerate(anchors):
+                changed = features.clone()
+                changed[row, anchor:] = 100 * torch.randn(CONTEXT - anchor, features.shape[-1])
+                after = blocks(changed)
+                assert torch.equal(after[row, block], before[row, block])  # bit for bit
+                if anchor and KEEP[row, block]:
+                    changed[row, anchor - 1] += 1
+                    assert not torch.equal(blocks(changed)[row, block], before[row, block])
+
+
+def test_slots_of_a_block_see_each_other_and_no_other_block(draft):
+    noise = torch.randn(2, 3 * BLOCK, draft.config.hidden_size, requires_grad=True)
+    features = torch.randn(2, CONTEXT, draft.fc.in_features)
+    mask = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK)
+    draft(noise, features, attention_mask=mask).last_hidden_state[0, BLOCK + 1].sum().backward()
+    touched = noise.grad.abs().sum(-1) > 0
+    expected = torch.zeros(2, 3 * BLOCK, dtype=torch.bool)
+    expected[0, BLOCK : 2 * BLOCK] = True
+    assert torch.equal(touched, expected)
+
+
+def test_slots_stand_behind_their_anchor():
+    positions = block_position_ids(ANCHORS, CONTEXT, BLOCK)
+    assert positions[:, :CONTEXT].tolist() == [list(range(CONTEXT))] * 2
+    assert positions[0, CONTEXT:].tolist() == [5, 6, 7, 8, 6, 7, 8, 9, 7, 8, 9, 10]
+    assert positions[1, CONTEXT:].tolist() == [2, 3, 4, 5, 9, 10, 11, 12, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 40])
+@pytest.mark.parametrize("per_query", [True, False])
+@pytest.mark.parametrize("packed", [False, True])
+def test_intervals_name_the_rows_that_the_mask_shows(window, per_query, packed):
+    rule = {"document_ids": torch.tensor([[0] * 4 + [1] * 8, [0] * 12])} if packed else {}
+    rule |= {"sliding_window": window, "window_per_query": per_query}
+    mask = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK, **rule)
+    first, last = visible_context(ANCHORS, KEEP, CONTEXT, BLOCK, **rule)
+    assert first.shape == (2, 3, BLOCK if window and per_query else 1) and last.shape == (2, 3)
+    first = first.expand(-1, -1, BLOCK)
+    for row in range(2):
+        for query in range(3 * BLOCK):
+            block, slot = divmod(query, BLOCK)
+            seen = list(range(first[row, block, slot], last[row, block]))
+            assert seen == mask[row, 0, query, :CONTEXT].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("rule", [{}, {"sliding_window": 500}, {"causal": True}, {"document_ids": True}], ids=str)
+def test_tiles_of_the_block_mask(rule):
+    """Those that FlexAttention skips show nothing, and those that it does not look into hide nothing."""
+    anchors = torch.arange(5, 900, 27)[None].repeat(2, 1)
+    keep, context, block = torch.ones_like(anchors).bool(), 913, 16
+    anchors[1, 20:], keep[1, 20:] = 0, False
+    if "document_ids" in rule:
+        rule = {"document_ids": document_ids_from_lengths(torch.tensor([[300, 613], [913, 0]]), context)}
+    mask = flex_block_mask(anchors, keep, context, block, **rule)
+    dense = block_attention_mask(anchors, keep, context, block, **rule)
+    padded = F.pad(dense, (0, -dense.shape[3] % 128, 0, -dense.shape[2] % 128))
+    tiles = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).transpose(3, 4)
+    some, fully = tiles.any(-1).any(-1), tiles.all(-1).all(-1)
+
+    def listed(counts, indices):
+        tiles = torch.arange(indices.shape[-1]) < counts[..., None]
+        return torch.zeros_like(tiles).scatter_(-1, indices.long(), tiles)
+
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial = listed(mask.kv_num_blocks, mask.kv_indices)
+    assert mask.seq_lengths == dense.shape[2:] and not (full & partial).any()
+    assert not (full & ~fully)[:, :, :-1].any() and not (some & ~full & ~partial).any()
+    assert (full | partial).sum() <= some.sum() * 1.05  # documents may leave gaps between the intervals of a tile
+    assert full.sum() > 0 or "document_ids" in rule
+
+
+def test_padding_for_flex_attention_is_seen_by_nobody():
+    documents = torch.tensor([[0] * 6 + [1] * 6, [0] * 12])
+    for rule in ({}, {"sliding_window": 3, "causal": True, "document_ids": documents}):
+        padded = padded_block_mask(ANCHORS, KEEP, CONTEXT, BLOCK, **rule)
+        assert (padded.context_length, padded.query_length) == (16, 16)
+        dense = block_attention_mask(ANCHORS, KEEP, CONTEXT, BLOCK, **rule)
+        whole = create_mask(padded.mask.mask_mod, 2, 1, 16, 32, device="cpu")
+        assert torch.equal(torch.cat([whole[:, :, :12, :12], whole[:, :, :12, 16:28]], dim=-1), dense)
+        assert not whole[:, :, :12, 12:16].any() and not whole[:, :, :12, 28:].any()
+        keys = torch.arange(24.0).view(1, 1, 24, 1)
+        assert padded.pad_keys(keys, 12).flatten().tolist() == [*range(12), *[0] * 4, *range(12, 24), *[0] * 4]

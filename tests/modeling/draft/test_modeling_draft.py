@@ -1,0 +1,155 @@
+"""What all drafts share: target's embedding and head, initialisation, atomic saving."""
+
+import json
+import sys
+
+import pytest
+import torch
+from draft_models import draft_inputs, tiny_draft
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from blockdraft.hub_cards import upload as publishing
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+
+
+def test_logits_are_scaled_then_capped():
+    draft = tiny_draft(output_multiplier=0.5, final_logit_softcapping=3.0)
+    head, hidden = nn.Linear(32, 64, bias=False), torch.randn(1, 4, 32) * 10
+    torch.testing.assert_close(draft.compute_logits(hidden, head), 3 * torch.tanh(head(hidden) * 0.5 / 3))
+    assert torch.equal(tiny_draft().compute_logits(hidden, head), head(hidden))
+
+
+def test_blocks_are_embedded_by_the_target():
+    table, ids = nn.Embedding(64, 32), torch.tensor([[5, 63, 63, 63]])
+    assert torch.equal(tiny_draft().embed_block(ids, table), table(ids))
+    assert torch.equal(tiny_draft(input_embedding_scale=2.0).embed_block(ids, table), table(ids) * 2)
+
+
+def test_owns_neither_embedding_nor_head(tmp_path):
+    draft = tiny_draft()
+    assert draft.get_input_embeddings() is None and draft.get_output_embeddings() is None
+    draft.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if "embed" in name or "head" in name]
+
+
+def test_initialisation_is_torchs_default():
+    draft = tiny_draft(hidden_size=128, initializer_range=0.5)
+    for name, parameter in draft.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            bound = parameter.shape[1] ** -0.5
+            assert 0.9 * bound < parameter.abs().max() <= bound, name
+    fc = draft.fc.weight
+    torch.testing.assert_close(fc.std().item(), fc.shape[1] ** -0.5 / 3**0.5, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("targets", [None, "all-linear", ["kv_b_proj", "o_proj"]])
+def test_gradient_checkpointing_keeps_gradients(targets, use_reentrant):
+    def gradients(checkpointing):
+        torch.manual_seed(0)
+        draft = tiny_draft().train()
+        inputs = draft_inputs(draft, batch=2)
+        if checkpointing:
+            draft.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        if targets is not None:
+            config = LoraConfig(r=2, target_modules=targets, task_type="FEATURE_EXTRACTION", init_lora_weights=False)
+            draft = get_peft_model(draft, config)
+        draft(**inputs).last_hidden_state.square().sum().backward()
+        return {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
+
+    expected = gradients(checkpointing=False)
+    actual = gradients(checkpointing=True)
+    assert len(expected) > 0 and None not in expected.values()
+    torch.testing.assert_close(actual, expected)
+
+
+def test_trainer_checkpoints_are_complete_drafts(tmp_path):
+    class HiddenStates(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).last_hidden_state.square().mean()
+
+    draft = tiny_draft()
+    rows = [{name: value[0] for name, value in draft_inputs(draft).items()} for _ in range(4)]
+    arguments = TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+    HiddenStates(draft, arguments, train_dataset=rows).train()
+    for name in ("checkpoint-1", "checkpoint-2"):
+        assert "auto_map" in json.loads((tmp_path / name / "config.json").read_text())
+        assert (tmp_path / name / "modeling_kimi_k3_dflash.py").exists()
+        assert not list((tmp_path / name).glob(".saving-*"))
+    again = KimiK3DFlashDraftModel.from_pretrained(tmp_path / "checkpoint-2")
+    torch.testing.assert_close(again.state_dict(), draft.state_dict(), rtol=0, atol=0)
+
+
+def test_a_failed_save_leaves_the_earlier_one(tmp_path, monkeypatch):
+    draft = tiny_draft()
+    draft.save_pretrained(tmp_path)
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
+
+    def fail_after_the_config(self, directory, **kwargs):
+        self.config.save_pretrained(directory)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail_after_the_config)
+    nn.init.zeros_(draft.fc.weight)
+    draft.config.objective = {"name": "another"}
+    with pytest.raises(OSError, match="No space"):
+        draft.save_pretrained(tmp_path)
+    assert files() == before
+
+
+@pytest.mark.parametrize("shard_sizes", [("10KB", "1GB"), ("1GB", "10KB"), ("10KB", "20KB")])
+def test_weights_of_an_earlier_save_are_not_read(tmp_path, shard_sizes):
+    for size in shard_sizes:
+        draft = tiny_draft()
+        draft.save_pretrained(tmp_path, max_shard_size=size)
+    again = KimiK3DFlashDraftModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.state_dict(), draft.state_dict(), rtol=0, atol=0)
+    index = tmp_path / "model.safetensors.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert {file.name for file in tmp_path.glob("*.safetensors")} == shards
+
+
+def test_other_processes_write_nothing(tmp_path):
+    tiny_draft().save_pretrained(tmp_path, is_main_process=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pushing_uploads_a_whole_draft(tmp_path, monkeypatch):
+    pushed = {}
+
+    def push(self, repo_id, **kwargs):
+        pushed.update(kwargs, repo_id=repo_id)
+
+    monkeypatch.setattr(publishing, "publish_model", push)
+    draft = tiny_draft()
+    draft.save_pretrained(tmp_path / "my-draft", push_to_hub=True, commit_message="First", private=True)
+    assert pushed == {"repo_id": "my-draft", "commit_message": "First", "private": True, "token": None}
+    draft.save_pretrained(tmp_path / "my-draft", push_to_hub=True, repo_id="me/draft", token="t")
+    assert pushed["repo_id"] == "me/draft" and pushed["token"] == "t"
+
+    # Code that lies beside the weights pushes where the package is absent.
+    monkeypatch.setitem(sys.modules, "blockdraft.hub_cards.upload", None)
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", push)
+    draft.push_to_hub("me/again", private=True)
+    assert pushed["repo_id"] == "me/again" and pushed["private"]
+
+
+def test_a_class_made_by_fsdp_is_saved_as_the_draft(tmp_path):
+    draft = tiny_draft()
+    draft.__class__ = type(
+        "FSDPKimiK3DFlashDraftModel", (KimiK3DFlashDraftModel,), {"__module__": "torch.distributed.fsdp"}
+    )
+    draft.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"]["AutoModel"] == "modeling_kimi_k3_dflash.KimiK3DFlashDraftModel"
+    assert config["architectures"] == ["KimiK3DFlashDraftModel"]

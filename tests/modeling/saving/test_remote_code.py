@@ -1,0 +1,83 @@
+"""A saved draft carries its code: it loads, runs and saves again where the package does not exist."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draft_models import draft_inputs, tiny_draft
+from fresh_process import AUTO_MAP, code_files, run_fresh
+from safetensors.torch import load_file, save_file
+
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.modeling.saving.remote_code import flatten_modules, write_remote_code
+
+
+def test_loads_and_saves_again_without_the_package(tmp_path):
+    draft = tiny_draft()
+    save_file(draft_inputs(draft), tmp_path / "inputs.safetensors")
+    # From the file here too: where a tensor lies in memory decides the last bits of a product on some processors.
+    with torch.no_grad():
+        expected = draft(**load_file(tmp_path / "inputs.safetensors")).last_hidden_state
+    draft.save_pretrained(tmp_path / "made_here")
+    (tmp_path / "made_here").rename(tmp_path / "moved")
+
+    for source, saved_again in (("moved", "again"), ("again", "twice")):
+        hidden = run_fresh(tmp_path / source, tmp_path / "inputs.safetensors", tmp_path / saved_again, tmp_path)
+        assert torch.equal(hidden, expected)
+        assert code_files(tmp_path / saved_again) == code_files(tmp_path / "moved")
+        assert json.loads((tmp_path / saved_again / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+def test_shipped_files_import_each_other_and_public_libraries_only(tmp_path):
+    assert write_remote_code(tmp_path, KimiK3DFlashDraftModel) == AUTO_MAP
+    files = code_files(tmp_path)
+    assert {"modeling_kimi_k3_dflash.py", "configuration_kimi_k3_dflash.py"} < set(files)
+    assert "modeling_kimi_k3.py" not in files  # a draft does not ship its target
+    assert {"custom_generate/generate.py", "custom_generate/block_decoding.py"} < set(files)
+    for name, source in files.items():
+        imports = [line.split()[1] for line in source.splitlines() if line.startswith(("from ", "import "))]
+        for module in imports:
+            assert not module.startswith(("..", "blockdraft")), f"{name} imports {module}"
+            beside = (Path(name).parent / f"{module[1:]}.py").as_posix()
+            assert not module.startswith(".") or beside in files, f"{name} imports {module}"
+
+
+def make_files(root, files):
+    for name, source in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source)
+    return root
+
+
+def test_flattening_follows_imports_through_folders(tmp_path):
+    root = make_files(
+        tmp_path,
+        {
+            "a/first.py": "import os\nfrom ..b.second import (\n    X,\n)\n\ndef late():\n    from .third import Y\n",
+            "a/third.py": "from .first import late\n",
+            "b/second.py": "from ..a.third import Y\nfrom collections import abc\nX = '..b.second'\n",
+            "b/unused.py": "",
+        },
+    )
+    flat = flatten_modules([root / "a/first.py"])
+    assert flat == {
+        "first.py": "import os\nfrom .second import (\n    X,\n)\n\ndef late():\n    from .third import Y\n",
+        "second.py": "from .third import Y\nfrom collections import abc\nX = '..b.second'\n",
+        "third.py": "from .first import late\n",
+    }
+    assert flatten_modules([make_files(tmp_path / "flat", flat) / "first.py"]) == flat
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a/first.py": "from ..b.first import X\n", "b/first.py": ""}, "rename one"),
+        ({"a/first.py": "from . import second\n", "a/second.py": ""}, "names no module"),
+        ({"a/first.py": "from ..b import X\n", "b/__init__.py": ""}, "not a module file"),
+    ],
+)
+def test_what_cannot_be_flattened_is_refused(tmp_path, files, message):
+    root = make_files(tmp_path, files)
+    with pytest.raises(AssertionError, match=message):
+        flatten_modules([root / "a/first.py"])

@@ -1,0 +1,146 @@
+"""From chat rows to rows of token ids: what a training set and a training stream do alike."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from datasets import Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from .loss_mask import THINKING_TAGS, EncodedRow, encode_turns
+from .rows import read_row, row_id
+
+# What a training row is, and with it what became of the chat row that it was.
+ROW = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "row_id": Value("int64")})
+OUTCOME = Features(
+    {
+        "part": Value("int32"),  # of the conversation, where it gives one row a turn
+        "supervised": Value("int32"),
+        "truncated": Value("bool"),
+        "open": Value("bool"),
+        "dropped": Value("string"),
+        "problem": Value("string"),
+    }
+)
+ENCODED = Features({**ROW, **OUTCOME})
+# Rows encoded by another version of these files are not taken from the cache.
+SOURCES = ("encoder.py", "loss_mask.py", "rows.py")
+
+
+def stable_row_id(row_id: int | str) -> int:
+    """An int64 that names the row in every process and run: an int is itself, a string its SHA-256's first 63 bits."""
+    if isinstance(row_id, str):
+        return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8]) >> 1
+    return int(row_id)
+
+
+@dataclass
+class RowEncoder:
+    """Encodes chat rows.
+
+    Attributes:
+        tokenizer, assistant_turns, stop_token_ids, template_kwargs, train_on_thinking, thinking_tags: see
+            [`~blockdraft.trainer.data.loss_mask.encode_row`].
+        max_length: longer rows lose their end, in tokens.
+        id_prefix: told apart, the row ids of sets that are joined or interleaved do not meet.
+
+    Raises:
+        ValueError: for a setting that cannot be.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    assistant_turns: str = "all"
+    stop_token_ids: Sequence[int] | None = None
+    template_kwargs: dict | None = None
+    train_on_thinking: bool = True
+    thinking_tags: Sequence[str] = THINKING_TAGS
+    id_prefix: str = ""
+
+    def __post_init__(self):
+        if self.assistant_turns not in ("all", "last"):
+            raise ValueError(f"assistant_turns must be 'all' or 'last', not {self.assistant_turns!r}")
+        if self.max_length < 1:
+            raise ValueError(f"max_length must be positive, not {self.max_length}")
+        if len(self.thinking_tags) != 2 or not all(self.thinking_tags):
+            raise ValueError(f"thinking_tags are what opens and what closes a block, not {list(self.thinking_tags)}")
+
+    def fingerprint(self, *more) -> str:
+        """A key of everything that the rows depend on, the same in every process; `more` are keys of the caller."""
+        settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
+        code = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in SOURCES]
+        parts = [_tokenizer_key(self.tokenizer), settings, code, version("transformers"), more]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+    def __call__(self, example: dict, where: str, default_id: int | str) -> list[dict]:
+        """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `problem` or `dropped`.
+
+        Args:
+            where: its place, for messages.
+            default_id: its id if it has none of its own.
+        """
+        encoded, dropped, problem, key = [EncodedRow([], [], False)], "", "", default_id
+        try:
+            row = read_row(example)
+            if row is None:
+                dropped = "blank line"
+            else:
+                key = row_id(row, default_id)
+                encoded = encode_turns(
+                    row,
+                    self.tokenizer,
+                    self.assistant_turns,
+                    stop_token_ids=self.stop_token_ids,
+                    template_kwargs=self.template_kwargs,
+                    train_on_thinking=self.train_on_thinking,
+                    thinking_tags=self.thinking_tags,
+                )
+        except ValueError as error:
+            problem = f"{where}: {error}"
+        if self.id_prefix:
+            key = f"{self.id_prefix}/{key}"
+        ids = [key] if len(encoded) == 1 else [f"{key}/turn {part}" for part in range(len(encoded))]
+        rows = zip(encoded, ids, strict=True)
+        return [self._row(turn, name, part, dropped, problem) for part, (turn, name) in enumerate(rows)]
+
+    def _row(self, turn: EncodedRow, name: int | str, part: int, dropped: str, problem: str) -> dict:
+        size = self.max_length
+        supervised = sum(turn.loss_mask[:size])
+        if not (problem or dropped or supervised):
+            cut_away = any(turn.loss_mask)
+            dropped = f"no supervised token within max_length={size}" if cut_away else "no answer to learn from"
+        return {
+            "input_ids": turn.input_ids[:size],
+            "loss_mask": turn.loss_mask[:size],
+            "row_id": stable_row_id(name),
+            "part": part,
+            "supervised": supervised,
+            "truncated": len(turn.input_ids) > size,
+            "open": turn.is_open and len(turn.input_ids) <= size,
+            "dropped": dropped,
+            "problem": problem,
+        }
+
+
+def columns(rows: list[dict], features: Features) -> dict[str, list]:
+    """Rows as a batch of `Dataset.map`."""
+    return {name: [row[name] for row in rows] for name in features}
+
+
+def examples(batch: dict[str, list]) -> list[dict]:
+    """A batch of `Dataset.map` as rows."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> list:
+    """What a tokenizer does to text: its vocabulary, rules, template and special tokens, not the state of padding and
+    truncation that its last call left."""
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    else:
+        rules = [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items())]
+    probe = tokenizer("A probe,  of spaces\nand special tokens")["input_ids"]
+    return [rules, probe, tokenizer.chat_template, tokenizer.special_tokens_map]

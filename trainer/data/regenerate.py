@@ -1,0 +1,269 @@
+"""The target's own answers to the prompts of a data set: a draft learns to predict these, not what others wrote."""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...configuration.configuration_draft import weights_fingerprint
+from ...modeling.saving.atomic_save import staged_directory
+from .dataset import chat_template_digest, provenance_path, read_settings
+from .loss_mask import apply_template
+from .rows import Source, check_messages, iter_rows, open_rows, row_tools
+
+BATCHES_A_WINDOW = 32  # rows are sorted by length within so many batches, so that a batch has little padding
+
+
+@dataclass
+class RegenerateReport:
+    """Rows by what became of them in this run.
+
+    Attributes:
+        written: answers written, of which `stopped` ended with a stop token; the others reached `max_new_tokens`.
+        resumed: rows that the output already had.
+        too_long: rows left out because their prompt exceeds `max_prompt_length`.
+        completion_tokens: tokens in the written answers, stop tokens included.
+    """
+
+    written: int = 0
+    stopped: int = 0
+    resumed: int = 0
+    too_long: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass
+class _Prompt:
+    row_id: int | str
+    fields: dict  # the row as it will be written, still without its answer
+    ids: list[int]
+
+
+def regenerate(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    output_path: str | Path,
+    max_new_tokens: int = 1024,
+    generation_config: GenerationConfig | None = None,
+    batch_size: int = 8,
+    max_prompt_length: int | None = None,
+    template_kwargs: dict | None = None,
+    seed: int = 0,
+    target_revision: str | None = None,
+) -> RegenerateReport:
+    """Writes the target's answers as JSON lines that `prepare_dataset` reads: one row a conversation.
+
+    The prompt is everything before the last assistant turn (everything, if there is none), or the row's `prompt`. An
+    output row has the answer as text and as `completion_ids`, exactly the tokens that the target produced, beside its
+    `prompt_ids`, `finish_reason` ("stop" or "length") and `id`. Rows come in another order than they were read.
+
+    A run that was interrupted goes on where it stopped if called again: ids already in `output_path` are skipped, and
+    a line cut short is dropped and done again. The settings are kept in `OUTPUT_PATH.provenance.json`.
+
+    Args:
+        source: see `chat_rows`; ids must be unique.
+        generation_config: greedy or sampled; what it leaves unset is the target's own `generation_config`.
+        max_prompt_length: longer prompts, in tokens, are left out and counted.
+        template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving.
+        target_revision: commit that the target was loaded at, to be recorded.
+        seed: for sampling. A resumed run draws from another seed, so its samples differ from those of one whole run.
+
+    Raises:
+        ValueError: if a row is malformed (file, row and field are named) or an id appears twice, if the output was
+            made with other settings, or if the generation settings are not one plain sequence a prompt.
+    """
+    output_path = Path(output_path)
+    config = _resolve(generation_config, target, tokenizer, max_new_tokens)
+    _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed, target_revision))
+    done = _recover(output_path)
+    report = RegenerateReport(resumed=len(done))
+    torch.manual_seed(seed + len(done))
+    target.eval()
+
+    opened = open_rows(source)
+    prompts = _pending(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, report)
+    rows = sum(len(dataset) for _, dataset in opened)
+    with (
+        output_path.open("a", encoding="utf-8") as output,
+        tqdm(total=rows, initial=len(done), desc="Regenerating", unit="row") as progress,
+    ):
+        while window := list(islice(prompts, batch_size * BATCHES_A_WINDOW)):
+            window.sort(key=lambda prompt: len(prompt.ids), reverse=True)
+            for start in range(0, len(window), batch_size):
+                batch = window[start : start + batch_size]
+                for prompt, completion in zip(batch, _complete(target, batch, config), strict=True):
+                    stopped = completion[-1] in config.eos_token_id
+                    output.write(
+                        json.dumps(_answered(prompt, completion, stopped, tokenizer), ensure_ascii=False) + "\n"
+                    )
+                    report.written += 1
+                    report.stopped += stopped
+                    report.completion_tokens += len(completion)
+                output.flush()
+                progress.update(len(batch))
+    return report
+
+
+def _resolve(config: GenerationConfig | None, target, tokenizer, max_new_tokens: int) -> GenerationConfig:
+    """The settings `generate` will end up with: what `config` leaves unset comes from the target."""
+    config = copy.deepcopy(config) if config is not None else GenerationConfig()
+    config.update(**target.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    config.max_new_tokens = max_new_tokens
+    config.max_length = None
+    for name in ("num_beams", "num_return_sequences"):
+        if (getattr(config, name) or 1) > 1:
+            raise ValueError(f"{name}={getattr(config, name)}: one answer a prompt is written; set {name}=1")
+    if config.stop_strings:
+        raise ValueError("stop_strings: a draft learns to stop at tokens; set eos_token_id instead")
+    if config.eos_token_id is None:
+        config.eos_token_id = tokenizer.eos_token_id
+    if config.eos_token_id is None:
+        raise ValueError(
+            "eos_token_id: neither the generation config nor the tokenizer has one, so no answer would stop"
+        )
+    if isinstance(config.eos_token_id, int):
+        config.eos_token_id = [config.eos_token_id]
+    if config.pad_token_id is None:
+        config.pad_token_id = config.eos_token_id[0]
+    config.return_dict_in_generate = False
+    return config
+
+
+def _settings(
+    target, tokenizer, config: GenerationConfig, template_kwargs: dict | None, seed: int, revision: str | None
+) -> dict:
+    generation = config.to_diff_dict()
+    generation.pop("transformers_version", None)
+    settings = {
+        "target": target.config.name_or_path,
+        "revision": revision,
+        "weights_sha256": weights_fingerprint(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "tokenizer": tokenizer.name_or_path,
+        "chat_template_sha256": chat_template_digest(tokenizer),
+        "template_kwargs": template_kwargs or {},
+        "generation": generation,
+        "seed": seed,
+    }
+    return json.loads(json.dumps(settings))
+
+
+def _check_provenance(output_path: Path, settings: dict) -> None:
+    """Writes the settings beside a new output; for one that exists, refuses other settings than its own."""
+    path = provenance_path(output_path)
+    if not path.exists():
+        if output_path.exists():
+            raise ValueError(f"output_path: {output_path} exists, but {path.name} does not; choose another path")
+        with staged_directory(path.parent) as staging:
+            provenance = {"settings": settings, "transformers": transformers.__version__}
+            (staging / path.name).write_text(json.dumps(provenance, indent=2), encoding="utf-8")
+        return
+    before = read_settings(path)
+    changed = [
+        f"{key} was {before[key]!r}, now {value!r}"
+        for key, value in settings.items()
+        if key in before and before[key] != value
+    ]
+    if changed:
+        raise ValueError(
+            f"output_path: {output_path} was made with other settings ({'; '.join(changed)}); "
+            "choose another path, or the same settings to go on with it"
+        )
+
+
+def _recover(output_path: Path) -> set[int | str]:
+    """The ids already written; a last line without its end, as a crash leaves it, is cut off."""
+    done: set[int | str] = set()
+    if not output_path.exists():
+        return done
+    with output_path.open("rb+") as output:
+        whole = 0
+        for number, line in enumerate(output):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                done.add(json.loads(line)["id"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"output_path: {output_path}: row {number} is damaged: {error!r}") from error
+            whole += len(line)
+        output.truncate(whole)
+    return done
+
+
+def _pending(
+    opened, tokenizer, template_kwargs: dict, done: set, max_prompt_length: int | None, report: RegenerateReport
+) -> Iterator[_Prompt]:
+    seen = set()
+    for where, row_id, row in iter_rows(opened):
+        if row_id in seen:
+            raise ValueError(f"{where}: id: {row_id!r} appears twice; ids must be unique")
+        seen.add(row_id)
+        if row_id in done:
+            continue
+        try:
+            prompt = _read_prompt(row_id, row, tokenizer, template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if max_prompt_length is not None and len(prompt.ids) > max_prompt_length:
+            report.too_long += 1
+        else:
+            yield prompt
+
+
+def _read_prompt(row_id: int | str, row: dict, tokenizer, template_kwargs: dict) -> _Prompt:
+    if "messages" not in row and isinstance(row.get("prompt"), str):
+        return _Prompt(row_id, {"prompt": row["prompt"]}, tokenizer(row["prompt"])["input_ids"])
+    if "messages" in row:
+        messages = check_messages(row["messages"])
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: turns[-1]] if turns else messages
+    else:
+        messages = check_messages(row.get("prompt"), "prompt")
+    tools = row_tools(row)
+    encoded = apply_template(
+        tokenizer, messages, tools=tools, add_generation_prompt=True, return_dict=True, **template_kwargs
+    )
+    return _Prompt(row_id, {"messages": messages, **({"tools": tools} if tools else {})}, encoded["input_ids"])
+
+
+def _complete(target: PreTrainedModel, batch: list[_Prompt], config: GenerationConfig) -> list[list[int]]:
+    """Each prompt's answer: the tokens up to the first stop token included, or `max_new_tokens` of them."""
+    width = max(len(prompt.ids) for prompt in batch)
+    input_ids = torch.full((len(batch), width), config.pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for i, prompt in enumerate(batch):
+        input_ids[i, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        attention_mask[i, width - len(prompt.ids) :] = 1
+    sequences: Tensor = target.generate(
+        input_ids=input_ids.to(target.device),
+        attention_mask=attention_mask.to(target.device),
+        generation_config=config,
+    )
+    answers = []
+    for tokens in sequences[:, width:].tolist():
+        end = next((i for i, token in enumerate(tokens) if token in config.eos_token_id), len(tokens) - 1)
+        answers.append(tokens[: end + 1])
+    return answers
+
+
+def _answered(prompt: _Prompt, completion: list[int], stopped: bool, tokenizer) -> dict:
+    text = tokenizer.decode(completion, skip_special_tokens=True)
+    row = {"id": prompt.row_id, **prompt.fields}
+    if "messages" in row:
+        row["messages"] = [*row["messages"], {"role": "assistant", "content": text}]
+    else:
+        row["completion"] = text
+    return row | {
+        "finish_reason": "stop" if stopped else "length",
+        "prompt_ids": prompt.ids,
+        "completion_ids": completion,
+    }

@@ -1,0 +1,344 @@
+"""Real decoding of held-out prompts, with the draft and without, and whether the text stays the target's.
+
+Every prompt is decoded alone (batch 1) through [`block_decode`], the loop that serves. What is compared is measured
+prompt by prompt in turn, in one process with the same dtype and threads, so that noise of the machine hits all alike.
+"""
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput, logging
+
+from ...modeling.decoding.block_decoding import block_decode
+from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable
+from ...modeling.decoding.plain_decoding import plain_decode
+from .report import GREEDY, OFF, Answer, DecodingReport
+
+logger = logging.get_logger(__name__)
+
+# A first difference from greedy decoding is a tie where the two best logits of plain decoding lie this close.
+TIE_GAP, KIMI_K3_TIE_GAP = 1e-3, 1e-4
+WARM_UP_TOKENS = 8
+# Calibrated confidences of a round's candidates -> how many of them to verify.
+Schedule = Callable[[list[float]], int]
+GENERATE, PLAIN_LOOP = "generate()", "plain loop"
+
+
+def held_out_prompts(dataset, n: int) -> list[list[int]]:
+    """Prompts of `n` rows spread evenly over a training set's rows; of all rows where there are no more.
+
+    Args:
+        dataset: rows with `input_ids` and `loss_mask`, and `document_ids` if they are packed; has a length.
+
+    Returns:
+        Token ids before the last supervised run of each row, within its document. Rows whose document starts with the
+        answer are left out and counted in a warning.
+
+    Raises:
+        ValueError: if no row has a prompt.
+    """
+    count = len(dataset)
+    rows = [dataset[i] for i in (range(count) if count <= n else (i * count // n for i in range(n)))]
+    prompts = [prompt for row in rows if (prompt := _prompt(row))]
+    if not prompts:
+        raise ValueError(f"None of {len(rows)} evaluation rows has tokens before an answer (`loss_mask` 1).")
+    if len(prompts) < len(rows):
+        logger.warning(f"{len(rows) - len(prompts)} of {len(rows)} evaluation rows have no prompt before an answer.")
+    return prompts
+
+
+def _prompt(row: dict) -> list[int]:
+    mask = [int(value) for value in row["loss_mask"]]
+    if 1 not in mask:
+        return []
+    first = len(mask) - 1 - mask[::-1].index(1)
+    while first > 0 and mask[first - 1]:
+        first -= 1
+    start = list(row["document_ids"]).index(row["document_ids"][first]) if "document_ids" in row else 0
+    return [int(token) for token in row["input_ids"][start:first]]
+
+
+def evaluate_decoding(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 64,
+    generation_config: GenerationConfig | None = None,
+    compare_with_plain: bool = True,
+    confidence_schedule: Schedule | None = None,
+    disable_tqdm: bool | None = None,
+) -> DecodingReport:
+    """Decodes every prompt with the draft and, to compare, with `generate()` and with the same loop without a draft.
+
+    Args:
+        target, draft: a pair that [`block_decode`] takes; evaluated in eval mode.
+        prompts: token ids, not empty.
+        max_new_tokens: longest answer; replaces the length settings of `generation_config`.
+        generation_config: of the answers; default: greedy, with the target's stop tokens.
+        compare_with_plain: without it, no speed-up and no check against greedy decoding, in a fraction of the time.
+        confidence_schedule: which drafted tokens are verified; `None` for all.
+        disable_tqdm: hides the progress bar; `None` where there is no terminal.
+
+    Raises:
+        ValueError: without prompts, or if draft and target do not fit.
+    """
+    served = [_Served(draft.config.block_size, confidence_schedule, _schedule_name(confidence_schedule))]
+    [report] = _evaluate(
+        target, draft, prompts, served, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+    )
+    return report
+
+
+def promises_too_much(estimated_tau: float, tau: float) -> bool:
+    """Whether a teacher-forced estimate promises twice the drafted tokens that decoding accepts, and then some."""
+    return estimated_tau - 1 > 2 * (tau - 1) + 0.3
+
+
+def fastest_block_size(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    block_sizes: Sequence[int] | None = None,
+    max_new_tokens: int = 64,
+    generation_config: GenerationConfig | None = None,
+    confidence_schedule: Schedule | None = None,
+    disable_tqdm: bool | None = None,
+) -> tuple[int, dict[int, DecodingReport]]:
+    """Which block size to serve a draft with: a shorter block than the trained one can be faster, since drafting and
+    verifying cost less and late slots are seldom accepted.
+
+    Args:
+        block_sizes: at most the trained one; default: its quarters.
+
+    Returns:
+        The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side.
+    """
+    trained, name = draft.config.block_size, _schedule_name(confidence_schedule)
+    sizes = sorted(set(block_sizes or (max(2, trained * quarter // 4) for quarter in range(1, 5))))
+    served = [_Served(size, confidence_schedule, name) for size in sizes]
+    reports = _evaluate(target, draft, prompts, served, max_new_tokens, generation_config, True, disable_tqdm)
+    by_size = dict(zip(sizes, reports, strict=True))
+    return max(by_size, key=lambda size: by_size[size].speedup), by_size
+
+
+def compare_schedules(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    schedules: dict[str, Schedule | None],
+    max_new_tokens: int = 64,
+    generation_config: GenerationConfig | None = None,
+    compare_with_plain: bool = True,
+    disable_tqdm: bool | None = None,
+) -> dict[str, DecodingReport]:
+    """What confidence schedules change on the same prompts, measured in turn.
+
+    ```python
+    costs = measure_cost_table(target, draft, torch.tensor([prompts[0]]))
+    schedules = {"off": None, "threshold 0.3": ConfidenceThreshold(0.3), "cost table": costs}
+    print(decoding_table([*compare_schedules(target, draft, prompts, schedules).values()]))
+    ```
+
+    Args:
+        schedules: by the name to report; `None` verifies every drafted token.
+
+    Returns:
+        The report of each, in the order given.
+
+    Raises:
+        ValueError: without schedules, or as [`evaluate_decoding`].
+    """
+    if not schedules:
+        raise ValueError("`schedules` is empty: give at least one, `None` stands for verifying everything.")
+    served = [_Served(draft.config.block_size, schedule, name) for name, schedule in schedules.items()]
+    reports = _evaluate(
+        target, draft, prompts, served, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+    )
+    return dict(zip(schedules, reports, strict=True))
+
+
+@contextmanager
+def served_block_size(draft: PreTrainedModel, block_size: int) -> Iterator[None]:
+    """Lets a draft decode with a block no longer than the one it was trained with.
+
+    Raises:
+        ValueError: if `block_size` is longer, or holds no slot to draft.
+    """
+    trained = draft.config.block_size
+    if not 2 <= block_size <= trained:
+        raise ValueError(
+            f"`block_size` is {block_size}: this draft, trained on blocks of {trained}, serves 2 to {trained}."
+        )
+    draft.config.block_size = block_size
+    try:
+        yield
+    finally:
+        draft.config.block_size = trained
+
+
+@contextmanager
+def eval_mode(*models: PreTrainedModel) -> Iterator[None]:
+    """Puts models into evaluation mode, then back into the mode each was in."""
+    training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, training, strict=True):
+            model.train(mode)
+
+
+def answer_settings(
+    target: PreTrainedModel, generation_config: GenerationConfig | None, max_new_tokens: int
+) -> GenerationConfig:
+    """A copy of the caller's settings, or greedy ones, with this limit, that makes decoders return their numbers.
+    Where the caller leaves open whether to sample, it says what the target does."""
+    config = copy.deepcopy(generation_config) or GenerationConfig(do_sample=False)
+    if config.do_sample is None:
+        config.do_sample = bool(target.generation_config.do_sample)
+    config.max_length, config.max_new_tokens, config.return_dict_in_generate = None, max_new_tokens, True
+    return config
+
+
+@dataclass
+class _Served:
+    """One way to serve a draft: a column of a comparison."""
+
+    block_size: int
+    schedule: Schedule | None
+    schedule_name: str
+
+
+def _schedule_name(schedule: Schedule | None) -> str:
+    if isinstance(schedule, ConfidenceThreshold):
+        return f"threshold {schedule.threshold:g}"
+    if isinstance(schedule, CostTable):
+        return "cost table"
+    return OFF if schedule is None else type(schedule).__name__
+
+
+@dataclass
+class _Run:
+    """One call of one decoder: the answer, its wall-clock seconds, and what the decoder returned."""
+
+    tokens: list[int]
+    wall: float
+    output: ModelOutput
+
+
+def _evaluate(
+    target, draft, prompts, served: list[_Served], max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+) -> list[DecodingReport]:
+    """One report for each way to serve the draft, from one interleaved measurement."""
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("`prompts` must be token ids of at least one prompt, none of them empty.")
+    config = answer_settings(target, generation_config, max_new_tokens)
+
+    def plain_loop(**inputs):
+        return plain_decode(target, **inputs)
+
+    def with_draft(way: _Served, **inputs):
+        with served_block_size(draft, way.block_size):
+            return target.generate(
+                **inputs, custom_generate=block_decode, draft=draft, confidence_schedule=way.schedule
+            )
+
+    decoders: dict[str | int, Callable] = {i: partial(with_draft, way) for i, way in enumerate(served)}
+    if compare_with_plain:
+        decoders |= {GENERATE: target.generate, PLAIN_LOOP: plain_loop}
+    check_equality = compare_with_plain and not config.do_sample
+
+    answers: list[list[Answer]] = [[] for _ in served]
+    with eval_mode(target, draft):
+        for decode in decoders.values():
+            _run(target, decode, prompts[0], config, min(max_new_tokens, WARM_UP_TOKENS))
+        for index, prompt in enumerate(tqdm(prompts, desc="Decoding", disable=disable_tqdm)):
+            order = random.Random(index).sample([*decoders], len(decoders))
+            runs = {name: _run(target, decoders[name], prompt, config) for name in order}
+            for i, column in enumerate(answers):
+                answer = _answer(runs, i, len(prompt))
+                if check_equality and answer.tokens != runs[GENERATE].tokens:
+                    answer.difference = _difference(target, prompt, answer.tokens, runs[GENERATE].tokens, config)
+                column.append(answer)
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": _device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "tie_gap": KIMI_K3_TIE_GAP if target.config.model_type.startswith("kimi_k3") else TIE_GAP,
+        "checks_equality": check_equality and target.dtype == torch.float32,
+        "decoding": _decoding(config, target.generation_config),
+    }
+    reports = []
+    for way, column in zip(served, answers, strict=True):
+        with served_block_size(draft, way.block_size):
+            drafted = draft.config.num_drafted
+        reports.append(DecodingReport(way.block_size, drafted, way.schedule_name, **settings, answers=column))
+    return reports
+
+
+def _decoding(config: GenerationConfig, defaults: GenerationConfig) -> str:
+    """Name of how answers are chosen; what the caller leaves open is the target's own setting."""
+    names = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+    do_sample, *values = [
+        getattr(defaults, name) if getattr(config, name) is None else getattr(config, name) for name in names
+    ]
+    if not do_sample:
+        return GREEDY
+    settings = [f"{name} {value:g}" for name, value in zip(names[1:], values, strict=True) if value is not None]
+    return " ".join(["sampling", *settings])
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _run(
+    target: PreTrainedModel,
+    decode: Callable,
+    prompt: Sequence[int],
+    config: GenerationConfig,
+    max_new_tokens: int | None = None,
+    **settings,
+) -> _Run:
+    config = copy.deepcopy(config)
+    config.update(max_new_tokens=max_new_tokens or config.max_new_tokens, **settings)
+    input_ids = torch.tensor([list(prompt)], device=target.device)
+    start = time.perf_counter()
+    output = decode(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+    tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
+    return _Run(tokens, time.perf_counter() - start, output)
+
+
+def _answer(runs: dict[str | int, _Run], way: int, prompt_length: int) -> Answer:
+    run = runs[way]
+    loop = run.output.seconds
+    seconds = {"wall": run.wall} | {part: loop[part] for part in ("prefill", "target", "draft")}
+    seconds["rest"] = loop["total"] - loop["prefill"] - loop["target"] - loop["draft"]
+    lengths = (run.output.accepted_lengths, run.output.verified_lengths)
+    answer = Answer(prompt_length, run.tokens, *lengths, seconds)
+    if PLAIN_LOOP in runs:
+        answer.plain = {name: (len(runs[name].tokens), runs[name].wall) for name in (GENERATE, PLAIN_LOOP)}
+        if steps := len(runs[PLAIN_LOOP].tokens) - 1:
+            answer.plain_step_seconds = runs[PLAIN_LOOP].output.seconds["target"] / steps
+    return answer
+
+
+def _difference(
+    target: PreTrainedModel, prompt: Sequence[int], tokens: list[int], plain: list[int], config: GenerationConfig
+) -> dict[str, float]:
+    """Where an answer leaves plain decoding, and how sure plain decoding was there."""
+    pairs = enumerate(zip(tokens, plain, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(plain)))
+    scores = _run(target, target.generate, prompt, config, position + 1, output_scores=True).output.scores
+    best, second = scores[position][0].float().topk(2).values.tolist()
+    return {"position": position, "gap": best - second}
