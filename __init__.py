@@ -10,7 +10,7 @@ from .configuration.configuration_deepseek_v41_dspark import (
     DeepseekV41DSparkConfig,
     build_deepseek_v41_dspark_draft_config,
 )
-from .configuration.configuration_draft import build_target_layer_ids, propose_mask_token_ids, target_record
+from .configuration.configuration_draft import build_target_layer_ids
 from .configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .configuration.configuration_kimi_k3_dflash import (
     KimiK3DFlashConfig,
@@ -23,7 +23,9 @@ from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM,
 from .modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from .modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
 from .modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from .modeling.target.mask_tokens import propose_mask_token_ids
 from .modeling.target.target_features import capture_features
+from .modeling.target.target_identity import target_record
 
 __version__ = "0.1.0"
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from blockdraft.modeling.draft.block_targets import build_block_inputs, build_block_targets, build_dspark_targets
 from blockdraft.modeling.draft.block_visibility import block_attention_mask, block_position_ids
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
-from blockdraft.trainer.objectives.dflash import build_block_inputs, build_block_targets, slot_weights
-from blockdraft.trainer.objectives.dspark import DSparkAlphas, build_dspark_targets
+from blockdraft.trainer.objectives.dflash import slot_weights
+from blockdraft.trainer.objectives.dspark import DSparkAlphas
 
 
 def dense_dflash_loss(
@@ -91,7 +92,7 @@ def dense_dspark_loss(
         read = last_states.gather(1, places[..., None].expand(-1, -1, last_states.shape[-1]))
         teacher = draft.compute_logits(read, head).softmax(-1)
     distances = (logits.softmax(-1) - teacher).abs().sum(-1)
-    confidence = draft.confidence_logits(output.confidence_states, markov_embeddings)
+    confidence = draft.confidence_head(output.confidence_states, markov_embeddings)
     terms = DSparkAlphas(
         F.cross_entropy(logits.transpose(1, 2), labels.token_ids.flatten(1), reduction="none"),
         distances,

@@ -12,13 +12,13 @@ from torch import nn
 from transformers.utils import logging
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
-from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.modeling.target.pairing import check_pair
 from blockdraft.modeling.target.target_features import capture_features, decoder_layers
+from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.modeling.target.target_transforms import transform_faults
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer

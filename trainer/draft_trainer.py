@@ -20,7 +20,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 from transformers.utils import logging
 
-from ..configuration.configuration_draft import target_record
 from ..hub_cards.card import write_adapter_card, write_card
 from ..modeling.draft.anchors import (
     Anchors,
@@ -30,8 +29,10 @@ from ..modeling.draft.anchors import (
     sample_anchors,
     sample_prefix_lengths,
 )
+from ..modeling.draft.block_targets import BlockTargets, build_block_inputs, build_block_targets
 from ..modeling.target.pairing import check_pair
 from ..modeling.target.target_features import capture_features
+from ..modeling.target.target_identity import target_record
 from ..modeling.target.target_transforms import check_head, transform_faults
 from .adapters import adapt, base_draft, check_adapter, check_resumable, describe, recipe, save_adapter
 from .data.dataset import DraftCollator
@@ -40,14 +41,7 @@ from .data.packing import Documents, check_documents_apart
 from .evaluation.held_out import HeldOutEvaluation
 from .hub import HubPushing
 from .muon import MuonAndOther, hidden_matrices
-from .objectives.dflash import (
-    BlockLoss,
-    BlockTargets,
-    block_loss,
-    build_block_inputs,
-    build_block_targets,
-    slot_weights,
-)
+from .objectives.dflash import BlockLoss, block_loss, slot_weights
 from .objectives.log_window import LogWindow
 from .training_args import DraftTrainingArguments
 

@@ -8,18 +8,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling.draft.anchors import document_positions, legal_dspark_anchors
+from ..modeling.draft.block_targets import DSparkTargets, build_block_inputs, build_dspark_targets
 from ..modeling.target.target_features import capture_features
 from .draft_trainer import DraftTrainer
 from .expert_balance import ExpertBalance
-from .objectives.dflash import build_block_inputs, slot_weights
-from .objectives.dspark import (
-    DSparkAlphas,
-    DSparkLoss,
-    DSparkTargets,
-    SlotPredictions,
-    build_dspark_targets,
-    dspark_loss,
-)
+from .objectives.dflash import slot_weights
+from .objectives.dspark import DSparkAlphas, DSparkLoss, SlotPredictions, dspark_loss
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -159,7 +153,7 @@ class DSparkTrainer(DraftTrainer):
         if self.alphas.confidence > 0:
             if self.args.confidence_head_stop_gradient:
                 confidence_states, embeddings = confidence_states.detach(), embeddings.detach()
-            confidence = draft.confidence_logits(confidence_states, embeddings)
+            confidence = draft.confidence_head(confidence_states, embeddings)
         return SlotPredictions(logits, teacher_logits, confidence)
 
     def _documents(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -154,17 +154,15 @@ class _Drafter:
             logits = draft.compute_logits(hidden, self._lm_head)[0]
 
         # Slot by slot where a slot needs the tokens before it.
-        step = n if sequence.prefix_free and draft.markov_head is None else 1
-        weights, previous = [], []
+        step = n if sequence.prefix_free and not draft.drafts_in_sequence else 1
+        weights = []
         for k in range(0, n, step):
             position = sequence.length + k
             rows = logits[k : k + step]
-            if draft.markov_head is not None:
+            if draft.drafts_in_sequence:
                 with lap("draft", self.device):
                     token = sequence.tokens[:, position - 1].to(self.device)
-                    transition, embedding = draft.markov_head(token)
-                    rows = rows + transition.to(rows)
-                    previous.append(embedding)
+                    rows = draft.slot_logits(rows, token, hidden[0, k : k + step])
             with lap("choose", self.device):
                 weights.append(sequence.weigh(sequence.score(rows, position)))
                 sequence.tokens[:, position : position + step] = sequence.choose(weights[-1])
@@ -172,7 +170,8 @@ class _Drafter:
         confidence = None
         if draft.confidence_head is not None:
             with lap("draft", self.device):
-                confidence = draft.confidence_logits(output.confidence_states[0, slots], torch.cat(previous))
+                previous = sequence.tokens[0, sequence.length - 1 : sequence.length - 1 + n].to(self.device)
+                confidence = draft.confidence_logits(output.confidence_states[0, slots], previous)
         return Proposal(torch.cat(weights)[None] if sequence.do_sample else None, confidence)
 
     def _run_block(self, sequence: TokenSequence, features: torch.Tensor) -> ModelOutput:

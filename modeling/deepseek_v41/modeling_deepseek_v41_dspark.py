@@ -10,9 +10,8 @@ from transformers.cache_utils import Cache, DFlashCache
 from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
-from ...trainer.objectives.dflash import build_block_inputs
-from ...trainer.objectives.dspark import build_dspark_targets
 from ..draft.anchors import legal_dspark_anchors, sample_anchors
+from ..draft.block_targets import build_block_inputs, build_dspark_targets
 from ..draft.block_visibility import additive_mask, block_attention_mask, block_position_ids
 from ..draft.modeling_draft import DraftPreTrainedModel, accept_seed_names, head_dtype
 from .deepseek_v41_dspark_layers import (
@@ -132,9 +131,20 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         with maybe_autocast(hidden_states.device.type, enabled=False):
             return super().compute_logits(hidden_states, head_in_fp32)
 
-    def confidence_logits(self, confidence_states: torch.Tensor, markov_embeddings: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` `confidence_states` of the output and `[..., r]` of the Markov head -> `[...]` fp32 logits."""
-        return self.confidence_head(confidence_states, markov_embeddings)
+    @property
+    def drafts_in_sequence(self) -> bool:
+        return self.markov_head is not None
+
+    def slot_logits(
+        self, base_logits: torch.Tensor, previous_token_ids: torch.LongTensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds the Markov head's bias of the token before each slot, in the dtype of `base_logits`."""
+        if self.markov_head is None:
+            return base_logits
+        return base_logits + self.markov_head(previous_token_ids)[0].to(base_logits)
+
+    def confidence_logits(self, confidence_states: torch.Tensor, previous_token_ids: torch.LongTensor) -> torch.Tensor:
+        return self.confidence_head(confidence_states, self.markov_head.embed(previous_token_ids))
 
     @accept_seed_names
     def forward(
@@ -233,7 +243,7 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
                 read = (confidence_states, embeddings)
                 if confidence_head_stop_gradient:
                     read = tuple(states.detach() for states in read)
-                confidence_pred = self.confidence_logits(*read)
+                confidence_pred = self.confidence_head(*read)
         return DSparkOutput(hidden_states, confidence_states, transition_logits, confidence_pred, cache)
 
     def _check_rows(

@@ -60,8 +60,9 @@ class DraftPreTrainedModel(PreTrainedModel):
     the target's embedding ([`~DraftPreTrainedModel.embed_block`]), and the target's head turns its hidden states into
     logits ([`~DraftPreTrainedModel.compute_logits`]).
 
-    A draft may have a `markov_head`, which biases each slot's logits by the token before it, and a `confidence_head`,
-    which says how likely a slot's token is to be accepted. They are `None` where it has not.
+    Where a draft's slots are chosen one after another (`drafts_in_sequence`), [`~DraftPreTrainedModel.slot_logits`]
+    adds what the token before a slot says. One with a `confidence_head` says how likely a slot's token is to be
+    accepted ([`~DraftPreTrainedModel.confidence_logits`]).
     """
 
     config: DraftConfig
@@ -75,6 +76,8 @@ class DraftPreTrainedModel(PreTrainedModel):
     # Whether the sliding window moves along the block, and how many heads have a key in common.
     window_per_query = True
     heads_per_key = 1
+    # Whether a slot's logits depend on the token that was chosen for the slot before it.
+    drafts_in_sequence = False
 
     def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> torch.Tensor:
         """
@@ -113,6 +116,30 @@ class DraftPreTrainedModel(PreTrainedModel):
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
+
+    def slot_logits(
+        self, base_logits: torch.Tensor, previous_token_ids: torch.LongTensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        What the draft proposes in a slot, given the token before it.
+
+        Args:
+            base_logits (`[..., V]`):
+                Of [`~DraftPreTrainedModel.compute_logits`].
+            previous_token_ids (`[...]` int64):
+                The anchor for the first slot, then the token of the slot before.
+            hidden_states (`[..., H]`):
+                The states that `base_logits` were made of.
+
+        Returns:
+            `[..., V]`: `base_logits` as they are, unless the draft has more to say.
+        """
+        return base_logits
+
+    def confidence_logits(self, confidence_states: torch.Tensor, previous_token_ids: torch.LongTensor) -> torch.Tensor:
+        """`[..., H]` `confidence_states` of the forward's output and `[...]` tokens before the slots -> `[...]` fp32
+        logits of acceptance, not calibrated. Only for a draft with a `confidence_head`."""
+        raise NotImplementedError(f"{type(self).__name__} has no confidence head.")
 
     def check_anchors(
         self,

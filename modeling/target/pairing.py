@@ -4,7 +4,7 @@ import warnings
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.configuration_draft import is_other_revision, target_record
+from .target_identity import is_other_revision, target_record
 
 
 def check_pair(

@@ -7,16 +7,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockdraft.configuration.configuration_draft import (
-    build_target_layer_ids,
-    default_target_layer_ids,
-    propose_mask_token_ids,
-    target_record,
-    tokenization_fingerprint,
-    tokenizer_fingerprint,
-)
+from blockdraft.configuration.configuration_draft import build_target_layer_ids, default_target_layer_ids
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+from blockdraft.modeling.target.mask_tokens import propose_mask_token_ids
+from blockdraft.modeling.target.target_identity import target_record, tokenization_fingerprint, tokenizer_fingerprint
 
 DENSE = {name: TINY[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
 DRAFT = DENSE | {

@@ -13,7 +13,7 @@ from decoding_models import LLAMA_LIKE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.configuration.configuration_draft import target_record
+from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.data.dataset import prepare_dataset
 from blockdraft.trainer.runs import load_draft, new_draft, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments

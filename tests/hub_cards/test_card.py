@@ -16,7 +16,6 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.hub_cards.card import (
     TRANSFORMERS_VERSION,
     card_of_repository,
@@ -29,6 +28,7 @@ from blockdraft.hub_cards.card import (
 )
 from blockdraft.hub_cards.rules import validate_card
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.adapters import adapt, describe, save_adapter
 
 V41 = TARGET | {"model_type": "deepseek_v41_text", "architecture": "DeepseekV41ForCausalLM"}

@@ -29,13 +29,13 @@ from peft import LoraConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
-from ...configuration.configuration_draft import loaded_commit
 from ...hub_cards.card import CARD, add_to_card
 from ...hub_cards.upload import publish
 from ...modeling.decoding.block_decoding import block_decode
 from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.deepseek_v41.deepseek_v41_release import export_deepseek
 from ...modeling.target.pairing import check_pair
+from ...modeling.target.target_identity import loaded_commit
 from ..adapters import is_adapter
 from ..data.dataset import answers_of, mix, prepare_dataset, prepare_stream
 from ..data.loss_mask import apply_template

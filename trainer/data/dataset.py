@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...configuration.configuration_draft import is_other_revision, weights_fingerprint
 from ...hub_cards.rules import is_repo_id
+from ...modeling.target.target_identity import is_other_revision, weights_fingerprint
 from .encoder import ENCODED, OUTCOME, ROW, RowEncoder, columns, examples, stable_row_id
 from .rows import JSON_LINE, Source, open_rows
 

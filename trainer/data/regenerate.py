@@ -13,8 +13,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.configuration_draft import weights_fingerprint
 from ...modeling.saving.atomic_save import staged_directory
+from ...modeling.target.target_identity import weights_fingerprint
 from .dataset import chat_template_digest, provenance_path, read_settings
 from .loss_mask import apply_template
 from .rows import Source, check_messages, iter_rows, open_rows, row_tools

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.configuration_draft import target_record
 from ...modeling.deepseek_v41.engine_fit import ENGINES
 from ...modeling.target.pairing import check_pair
 from ...modeling.target.target_features import capture_features
+from ...modeling.target.target_identity import target_record
 from ..evaluation.calibration import decode_rounds, survival_probabilities
 from ..evaluation.decoding import eval_mode, evaluate_decoding, held_out_prompts, promises_too_much
 from ..evaluation.report import DecodingReport

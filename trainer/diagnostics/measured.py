@@ -17,12 +17,14 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.configuration_draft import ANCHOR_FIRST, DraftConfig, propose_mask_token_ids
+from ...configuration.configuration_draft import ANCHOR_FIRST, DraftConfig
 from ...modeling.decoding.plain_decoding import device_of
 from ...modeling.draft.anchors import legal_anchors, legal_dspark_anchors, sample_anchors
+from ...modeling.draft.block_targets import build_block_inputs
+from ...modeling.target.mask_tokens import propose_mask_token_ids
 from ...modeling.target.target_features import capture_features, decoder_layers
 from ..data.dataset import OWN_ANSWERS, DraftCollator, author, chat_template_digest
-from ..objectives.dflash import build_block_inputs, survival
+from ..objectives.dflash import survival
 from .findings import Finding, fault, ok, skipped, warning
 
 MAX_ROWS, MAX_LENGTH, MAX_ANCHORS = 16, 1024, 32

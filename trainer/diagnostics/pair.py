@@ -7,16 +7,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.configuration_draft import (
-    ANCHOR_FIRST,
-    ATTENTION_INPUT_MEAN,
-    LAYER_OUTPUT,
-    check_layer_ids,
-    is_other_revision,
-    propose_mask_token_ids,
-)
+from ...configuration.configuration_draft import ANCHOR_FIRST, ATTENTION_INPUT_MEAN, LAYER_OUTPUT, check_layer_ids
 from ...modeling.deepseek_v41.engine_fit import ENGINES, engine_misfits
+from ...modeling.target.mask_tokens import propose_mask_token_ids
 from ...modeling.target.target_features import decoder_layers
+from ...modeling.target.target_identity import is_other_revision
 from ...modeling.target.target_transforms import HEAD_NOT_CALLED, embedding_faults, logit_faults, run_target
 from .checkpoint import draft_type
 from .findings import Finding, fault, ok, skipped, warning

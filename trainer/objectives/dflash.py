@@ -15,26 +15,13 @@ Everything comes back as sums, so that a caller can divide by a weight gathered 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from ...modeling.draft.block_targets import BlockTargets, per_block
 from .chunked_loss import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
-
-
-class BlockTargets(NamedTuple):
-    """What the slots of the blocks predict.
-
-    Attributes:
-        label_indices (`[B, N, block_size]` int64): sequence position of the label, possibly past the end.
-        token_ids (`[B, N, block_size]` int64): token at that position (at the last one, past the end).
-        mask (`[B, N, block_size]` float32): loss mask at that position; 0 past the end and in padded blocks.
-    """
-
-    label_indices: Tensor
-    token_ids: Tensor
-    mask: Tensor
 
 
 @dataclass
@@ -93,68 +80,10 @@ class BlockLoss:
         }
 
 
-def build_block_inputs(
-    input_ids: Tensor,
-    anchor_positions: Tensor,
-    block_keep_mask: Tensor,
-    block_size: int,
-    mask_token_id: int,
-    prefix_lengths: Tensor | int = 1,
-    document_remaining: Tensor | None = None,
-) -> Tensor:
-    """Token ids of the noise blocks: the known prefix, then masks; masks alone in padded blocks.
-
-    Args:
-        input_ids (`[B, S]` int64): the rows.
-        anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool): the anchors.
-        block_size (`int`), mask_token_id (`int`): slots of a block and the token of the unknown ones.
-        prefix_lengths (`[B, N]` int64 or `int`): known slots of each block, the anchor included.
-        document_remaining (`[B, S]` int, *optional*): packed rows: nothing is known past the anchor's document.
-
-    Returns:
-        `[B, N * block_size]` int64.
-    """
-    slots = torch.arange(block_size, device=input_ids.device)
-    positions = anchor_positions[..., None] + slots
-    known = block_keep_mask[..., None] & (slots < _per_block(prefix_lengths)) & (positions < input_ids.shape[1])
-    if document_remaining is not None:
-        known = known & (slots <= document_remaining.gather(1, anchor_positions)[..., None])
-    return torch.where(known, _gather(input_ids, positions), mask_token_id).flatten(1)
-
-
-def build_block_targets(
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    anchor_positions: Tensor,
-    block_keep_mask: Tensor,
-    block_size: int,
-    label_start: int = 0,
-    document_remaining: Tensor | None = None,
-) -> BlockTargets:
-    """Labels of the blocks: slot j of the block at anchor a predicts token `a + label_start + j`.
-
-    Args:
-        input_ids (`[B, S]` int64), loss_mask (`[B, S]`): the rows and which of their tokens are supervised.
-        anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool): the anchors.
-        block_size (`int`): slots of a block.
-        label_start (`int`): 0 where slot 0 holds the anchor's own place (1+N), 1 where it predicts the next token (N).
-        document_remaining (`[B, S]` int, *optional*): tokens after each position in its document; labels past the end
-            of the anchor's document are dropped.
-    """
-    assert label_start in (0, 1)
-    offsets = label_start + torch.arange(block_size, device=input_ids.device)
-    label_indices = anchor_positions[..., None] + offsets
-    supervised = block_keep_mask[..., None] & (label_indices < input_ids.shape[1])
-    if document_remaining is not None:
-        supervised = supervised & (offsets <= document_remaining.gather(1, anchor_positions)[..., None])
-    mask = _gather(loss_mask, label_indices).float() * supervised
-    return BlockTargets(label_indices, _gather(input_ids, label_indices), mask)
-
-
 def supervised_slots(mask: Tensor, prefix_lengths: Tensor | int = 1) -> Tensor:
     """The label mask (`[B, N, block_size]`) without the known slots of each block."""
     slots = torch.arange(mask.shape[-1], device=mask.device)
-    return mask * (slots >= _per_block(prefix_lengths))
+    return mask * (slots >= per_block(prefix_lengths))
 
 
 def slot_weights(mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None) -> Tensor:
@@ -180,7 +109,7 @@ def slot_weights(mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | 
     if gamma <= 0:
         raise ValueError(f"loss_decay_gamma must be above 0, got {gamma}; None switches the decay off.")
     slots = torch.arange(mask.shape[-1], device=mask.device)
-    distance = (slots - _per_block(prefix_lengths)).clamp(min=0)
+    distance = (slots - per_block(prefix_lengths)).clamp(min=0)
     return supervised * torch.exp(-distance / gamma)
 
 
@@ -274,13 +203,3 @@ def cross_entropy_gradient(probabilities: Tensor, labels: Tensor, weight: Tensor
     """Of the sum of `weight * -log p(label)` with respect to the logits, `weight * (p - onehot)`, in the memory of
     `probabilities`; `labels` and `weight` are `[n]`."""
     return probabilities.mul_(weight[:, None]).scatter_add_(1, labels[:, None], -weight[:, None].to(probabilities))
-
-
-def _per_block(prefix_lengths: Tensor | int) -> Tensor | int:
-    return prefix_lengths if isinstance(prefix_lengths, int) else prefix_lengths[..., None]
-
-
-def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """`rows` (`[B, S]`) at `positions` (`[B, N, block_size]`), those past the end taken from the last column."""
-    positions = positions.clamp(max=rows.shape[1] - 1)
-    return rows.gather(1, positions.flatten(1)).view_as(positions)

@@ -17,32 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...modeling.draft.block_targets import DSparkTargets
 from .chunked_loss import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
-from .dflash import (
-    BlockLoss,
-    block_acceptance,
-    build_block_targets,
-    cross_entropy_gradient,
-    slot_weights,
-    survival,
-    token_probabilities,
-)
-
-
-class DSparkTargets(NamedTuple):
-    """What the slots of the blocks predict, and after which token.
-
-    Attributes:
-        token_ids (`[B, N, block_size]` int64): token `a + 1 + k` (the row's last one past its end; the row's first one
-            in padded blocks).
-        previous_token_ids (`[B, N, block_size]` int64): the token before: the anchor, then `token_ids` of the slot
-            before.
-        mask (`[B, N, block_size]` float32): 1 where a slot is supervised: up to the first label that is not.
-    """
-
-    token_ids: Tensor
-    previous_token_ids: Tensor
-    mask: Tensor
+from .dflash import BlockLoss, block_acceptance, cross_entropy_gradient, slot_weights, survival, token_probabilities
 
 
 class DSparkAlphas(NamedTuple):
@@ -125,31 +102,6 @@ class DSparkLoss(BlockLoss):
                 value = getattr(self, f"confidence_{name}") / self.confidence_weight
                 metrics[f"confidence_{name}"] = value.item()
         return metrics
-
-
-def build_dspark_targets(
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    anchor_positions: Tensor,
-    block_keep_mask: Tensor,
-    block_size: int,
-    document_remaining: Tensor | None = None,
-) -> DSparkTargets:
-    """Labels of the blocks. Unlike DFlash's, a slot whose label is not supervised switches off all that follow.
-
-    Args:
-        input_ids (`[B, S]` int64), loss_mask (`[B, S]`): the rows and which of their tokens are supervised (> 0.5).
-        anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool): the anchors.
-        block_size (`int`): slots of a block, all of them drafted.
-        document_remaining (`[B, S]` int, *optional*): packed rows, see [`build_block_targets`].
-    """
-    labels = build_block_targets(
-        input_ids, loss_mask, anchor_positions, block_keep_mask, block_size, 1, document_remaining
-    )
-    token_ids = torch.where(block_keep_mask[..., None], labels.token_ids, input_ids[:, :1, None])
-    anchors = input_ids.gather(1, anchor_positions)
-    previous = torch.cat([anchors[..., None], token_ids[..., :-1]], dim=-1)
-    return DSparkTargets(token_ids, previous, (labels.mask > 0.5).float().cumprod(-1))
 
 
 def dspark_loss(

@@ -262,7 +262,7 @@ def test_markov_candidates_come_from_the_processed_sum(monkeypatch, do_sample, p
             prefix = torch.cat([prefix, candidate[None, None]], dim=1)
         if embeddings:
             states = hidden[0, : len(embeddings)]
-            expected = draft.confidence_logits(states, torch.cat(embeddings))
+            expected = draft.confidence_head(states, torch.cat(embeddings))
             torch.testing.assert_close(torch.tensor(logits[: len(embeddings)]), expected)
         length += kept
     assert do_sample or biased > 0

@@ -6,11 +6,11 @@ from accelerate import dispatch_model
 from accelerate.utils import send_to_device
 from decoding_models import ALL_TARGETS, build_draft, build_dspark_draft, build_target, prompts, tiny_v41
 
-from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.modeling.deepseek_v41.compressed_attention import CompressedState
 from blockdraft.modeling.deepseek_v41.token_plan import TokenPlan
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import DocumentRows
+from blockdraft.modeling.target.target_identity import target_record
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 

@@ -16,8 +16,9 @@ from transformers.cache_utils import DFlashCache
 
 from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import rope_frequencies, rope_rotations
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from blockdraft.modeling.draft.block_targets import DSparkTargets
 from blockdraft.modeling.draft.block_visibility import block_attention_mask
-from blockdraft.trainer.objectives.dspark import DSparkAlphas, DSparkTargets, SlotPredictions, dspark_loss
+from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
 
 TOLERANCE = 5e-5
 
@@ -150,7 +151,7 @@ def test_bfloat16_stage_by_stage(golden):
         "out.normalized_hidden_states": last.norm(residual),
         "out.transition_logits": transition,
         "out.draft_logits": logits.view(2, 4, 4, -1),
-        "out.confidence_pred": draft.confidence_logits(hidden, embeddings).view(2, 4, 4),
+        "out.confidence_pred": draft.confidence_head(hidden, embeddings).view(2, 4, 4),
     }
     check(heads, case)
 
@@ -192,7 +193,7 @@ def test_fp32_islands_survive_mixed_precision():
     with torch.autocast("cpu", torch.bfloat16):
         output = draft(**inputs)
         logits = draft.compute_logits(expected.last_hidden_state, head)
-        confidence = draft.confidence_logits(expected.confidence_states, draft.markov_head.embed.weight[1:5][None])
+        confidence = draft.confidence_head(expected.confidence_states, draft.markov_head.embed.weight[1:5][None])
     assert dtypes["mtp.1.attn.wkv"].dtype == torch.bfloat16
     assert {tensor.dtype for i in range(3) for tensor in dtypes[f"mtp.{i}.attn_hc"]} == {torch.float32}
     assert {tensor.dtype for tensor in dtypes["mtp.1.ffn.gate"][:2]} == {torch.float32}
@@ -312,9 +313,12 @@ def test_what_the_confidence_head_reads(confidence_input):
     torch.testing.assert_close(output.confidence_pred, torch.cat([states, embeddings], -1) @ weight)
     torch.testing.assert_close(output.transition_logits, embeddings @ draft.markov_head.head.weight.T)
     # One slot at a time, as decoding calls the heads.
-    transition, embedding = draft.markov_head(tokens[0, 2:3])
+    transition, _ = draft.markov_head(tokens[0, 2:3])
     torch.testing.assert_close(transition[0], output.transition_logits[0, 2])
-    torch.testing.assert_close(draft.confidence_logits(states[0, 2:3], embedding)[0], output.confidence_pred[0, 2])
+    confidence = draft.confidence_logits(states[0, 2:3], tokens[0, 2:3])
+    torch.testing.assert_close(confidence[0], output.confidence_pred[0, 2])
+    states, base = output.last_hidden_state[0, 2:3], torch.zeros_like(transition)
+    assert torch.equal(draft.slot_logits(base, tokens[0, 2:3], states), transition)
 
 
 def test_drafts_without_heads():

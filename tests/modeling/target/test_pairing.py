@@ -5,8 +5,8 @@ import torch
 from decoding_models import build_draft, build_target
 from tokenizers import normalizers
 
-from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.modeling.target.pairing import check_pair
+from blockdraft.modeling.target.target_identity import target_record
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.configuration.configuration_draft import target_record
+from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.adapters import read_record
 from blockdraft.trainer.cli.main import main
 

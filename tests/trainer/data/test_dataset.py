@@ -15,7 +15,7 @@ from decoding_models import build_target
 from draft_trainers import make_trainer, weights
 from torch.utils.data import DataLoader
 
-from blockdraft.configuration.configuration_draft import weights_fingerprint
+from blockdraft.modeling.target.target_identity import weights_fingerprint
 from blockdraft.trainer.data.dataset import (
     OWN_ANSWERS,
     DraftCollator,

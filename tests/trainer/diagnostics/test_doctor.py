@@ -24,9 +24,9 @@ from tokenizers import pre_tokenizers, processors
 from torch import nn
 from transformers import AutoConfig
 
-from blockdraft.configuration.configuration_draft import target_record
 from blockdraft.hub_cards.card import write_card
 from blockdraft.hub_cards.upload import publish
+from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.cli.main import main
 from blockdraft.trainer.diagnostics.checkpoint import check_code, draft_folder, logged_training, read_settings
 from blockdraft.trainer.diagnostics.doctor import doctor

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from blockdraft.modeling.draft.block_targets import BlockTargets, DSparkTargets
 from blockdraft.trainer.objectives.chunked_loss import SlotLoss, default_chunk_size, sum_over_slots
-from blockdraft.trainer.objectives.dflash import BlockTargets, block_loss, slot_weights
-from blockdraft.trainer.objectives.dspark import DSparkAlphas, DSparkTargets, SlotPredictions, dspark_loss
+from blockdraft.trainer.objectives.dflash import block_loss, slot_weights
+from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 VOCAB, HIDDEN, RANK = 97, 12, 5

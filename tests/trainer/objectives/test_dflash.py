@@ -7,15 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from blockdraft.modeling.draft.block_targets import BlockTargets, build_block_inputs, build_block_targets
 from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask, document_ids_from_lengths
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.objectives.dflash import (
     BlockLoss,
-    BlockTargets,
     block_acceptance,
     block_loss,
-    build_block_inputs,
-    build_block_targets,
     slot_weights,
     supervised_slots,
 )

@@ -7,13 +7,8 @@ import torch
 from torch import nn
 
 from blockdraft.modeling.draft.anchors import legal_dspark_anchors, sample_anchors
-from blockdraft.trainer.objectives.dspark import (
-    DSparkAlphas,
-    DSparkTargets,
-    SlotPredictions,
-    build_dspark_targets,
-    dspark_loss,
-)
+from blockdraft.modeling.draft.block_targets import DSparkTargets, build_dspark_targets
+from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
 
 TOLERANCE = 1e-5  # single part
 
