@@ -43,7 +43,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     shipped = {name for name in names if not name.startswith(f"{DIST_INFO}/")}
     expected = {"blockdraft/__init__.py", "blockdraft/py.typed"}
     for package in PACKAGES:
-        expected |= {f"blockdraft/{package}/{path.name}" for path in (ROOT / package).glob("*.py")}
+        expected |= {f"blockdraft/{path.relative_to(ROOT)}" for path in (ROOT / package).rglob("*.py")}
     expected |= {f"blockdraft/hub_cards/templates/{path.name}" for path in (ROOT / "hub_cards").glob("templates/*.md")}
     assert shipped == expected
     assert f"{DIST_INFO}/licenses/LICENSE" in names

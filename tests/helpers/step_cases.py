@@ -1,6 +1,8 @@
 """Cases of the step benchmark, small enough for tests."""
 
-from benchmarks.training_step import Case, k3_config, v41_config
+import torch
+
+from benchmarks.training_step import Case, TrainingStep, k3_config, v41_config
 
 TINY = {
     "dflash": {
@@ -39,3 +41,27 @@ CONFIGS = {"dflash": k3_config, "dspark": v41_config}
 
 def tiny_case(draft: str, tokens: int = 96, anchors: int = 12, **settings) -> Case:
     return Case(CONFIGS[draft](**(TINY[draft] | settings)), tokens, anchors)
+
+
+def relative_difference(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    """|tensor - expected| / |expected|, of the whole tensor."""
+    return ((tensor - expected).double().norm() / expected.double().norm()).item()
+
+
+def rounding_spread(step: TrainingStep, trials: int = 3) -> dict[str, float]:
+    """How much each gradient changes, relatively, when every weight moves by an ulp: what rounding alone can do, which
+    depends on a parameter's conditioning and not on the processor."""
+    step.run()
+    gradients = {name: gradient.clone() for name, gradient in step.gradients().items()}
+    weights = {name: weight.detach().clone() for name, weight in step.draft.named_parameters()}
+    spread = dict.fromkeys(gradients, 0.0)
+    for seed in range(trials):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in step.draft.named_parameters():
+                signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+                weight.copy_(weights[name] * (1 + signs * torch.finfo(torch.float32).eps))
+        step.run()
+        for name, gradient in step.gradients().items():
+            spread[name] = max(spread[name], relative_difference(gradient, gradients[name]))
+    return spread

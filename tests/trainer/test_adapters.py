@@ -168,7 +168,7 @@ def test_what_an_adapter_says_of_itself(tmp_path, bases):
     save_temperatures(trainer.draft, [1.0, 2.0, 0.5, 1.5], tmp_path)
     # As the card says: a draft that describes itself, in memory and where it is saved.
     card = card_of_repository((tmp_path / "README.md").read_text(), str(tmp_path))
-    [arguments] = re.findall(r'`blockdraft\.trainer\.commands\.load_draft\("(.*?)", revision="(.*?)"\)`', card)
+    [arguments] = re.findall(r'`blockdraft\.trainer\.runs\.load_draft\("(.*?)", revision="(.*?)"\)`', card)
     draft = load_draft(arguments[0], revision=arguments[1])
     draft.save_pretrained(tmp_path / "kept")
     for config in (draft.config, AutoModel.from_pretrained(tmp_path / "kept").config):

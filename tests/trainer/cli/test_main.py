@@ -22,7 +22,7 @@ from blockdraft.trainer.cli.arguments import SettingsParser, TargetArguments
 from blockdraft.trainer.cli.main import COMMANDS, main
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 TINY_V41 = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
