@@ -146,6 +146,11 @@ class DraftConfig(PreTrainedConfig):
         """Channels of the target's hidden states that the draft reads a token, all layers together."""
         return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
 
+    @property
+    def context_windows(self) -> list[int | None]:
+        """Of every layer, the `sliding_window` on its context."""
+        return [self.sliding_window] * self.num_hidden_layers
+
     def check_draft(self) -> None:
         """Raises a `ValueError` that names the first setting of the block contract that cannot be."""
         for name in ("block_size", "mask_token_id", "target_layer_ids"):

@@ -11,6 +11,7 @@ from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..draft.anchors import legal_dspark_anchors, sample_anchors
+from ..draft.block_plan import BlockPlan
 from ..draft.block_targets import build_block_inputs, build_dspark_targets
 from ..draft.block_visibility import additive_mask, block_attention_mask, block_position_ids
 from ..draft.modeling_draft import DraftPreTrainedModel, accept_seed_names, head_dtype
@@ -161,10 +162,11 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         enable_confidence_head: bool = True,
         confidence_head_stop_gradient: bool = False,
         use_cache: bool | None = None,
+        block_plan: BlockPlan | None = None,
     ) -> DSparkOutput:
         """
         One block after its whole context, as in decoding, or any number of blocks, as in training. Many blocks are
-        given by `anchor_positions`, which is fastest, or by a mask with positions.
+        given by a `block_plan` or their `anchor_positions`, which is fastest, or by a mask with positions.
 
         Args:
             noise_embeds (`[B, Q, H]`):
@@ -183,11 +185,14 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
                 Tokens before the slots (the anchor, then labels shifted by one): the heads run on all slots at once.
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
                 Many blocks of `block_size`: where they stand, which of them are no padding (default: all), and the
-                documents of packed rows. They see what [`block_mask_mod`] says.
+                documents of packed rows. They see what
+                [`~blockdraft.modeling.draft.block_visibility.block_visibility`] says.
             enable_confidence_head (`bool`), confidence_head_stop_gradient (`bool`):
                 Whether `previous_token_ids` make confidences too, and whether their gradient ends at the head.
             use_cache (`bool`, *optional*):
                 Makes a cache if none is given.
+            block_plan ([`BlockPlan`], *optional*):
+                The blocks, planned by [`~DraftPreTrainedModel.plan_blocks`] before the forward.
 
         Raises:
             ValueError: if a shape is wrong, if settings contradict each other, or if more than one block comes without
@@ -196,19 +201,22 @@ class DeepseekV41DSparkBackbone(DraftPreTrainedModel):
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
         self._check_rows(noise_embeds, context_hidden_states, position_ids)
-        anchors = (anchor_positions, block_keep_mask, document_ids)
-        self.check_anchors(noise_embeds, context_hidden_states, attention_mask, cache, *anchors)
-        if anchor_positions is None:
+        blocks = {
+            "anchor_positions": anchor_positions,
+            "block_keep_mask": block_keep_mask,
+            "document_ids": document_ids,
+        }
+        plan = self.read_blocks(noise_embeds, context_hidden_states, attention_mask, cache, block_plan, **blocks)
+        if plan is None:
             self._check_blocks(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
         if previous_token_ids is not None:
             self._check_previous_tokens(previous_token_ids, noise_embeds)
         context, length = context_hidden_states, noise_embeds.shape[1]
         visible, skipped = attention_mask, 0
-        if anchor_positions is not None:
-            blocks = (anchor_positions, block_keep_mask, context.shape[1], document_ids)
-            visible = self.what_blocks_see(*blocks, self.config.sliding_window)
+        if plan is not None:
+            visible = self.layer_masks(plan)[self.config.sliding_window]
             if position_ids is None:
-                position_ids = self.build_position_ids(anchor_positions, context.shape[1])
+                position_ids = self.build_position_ids(plan.anchor_positions, context.shape[1])
         elif attention_mask is None:
             if position_ids is None:
                 start = cache.get_seq_length() if cache is not None else 0

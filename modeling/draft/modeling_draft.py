@@ -16,7 +16,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from ...configuration.configuration_draft import DraftConfig
 from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
-from .block_visibility import PaddedBlockMask, block_attention_mask, padded_block_mask, visible_context
+from .block_plan import BlockPlan, check_blocks
+from .block_visibility import block_visibility
+from .flex_block_mask import PaddedBlockMask, padded_block_mask
 from .visible_attention import VisibleKeys, plan_visible_keys
 
 logger = logging.get_logger(__name__)
@@ -141,84 +143,122 @@ class DraftPreTrainedModel(PreTrainedModel):
         logits of acceptance, not calibrated. Only for a draft with a `confidence_head`."""
         raise NotImplementedError(f"{type(self).__name__} has no confidence head.")
 
-    def check_anchors(
+    def plan_blocks(
+        self,
+        anchor_positions: torch.LongTensor,
+        block_keep_mask: torch.Tensor | None,
+        context_length: int,
+        document_ids: torch.LongTensor | None = None,
+        device: torch.device | None = None,
+    ) -> BlockPlan:
+        """
+        Plans the attention of many blocks, for the forward's `block_plan`.
+
+        Args:
+            anchor_positions (`[B, N]` int64):
+                Where the blocks stand, ascending in each row if they are to be fast; 0 for padded blocks. On the CPU:
+                other devices are waited for.
+            block_keep_mask (`[B, N]` bool, *optional*):
+                False for padded blocks. Default: none is.
+            context_length (`int`):
+                S, the context rows of the forward.
+            document_ids (`[B, S]` int, *optional*):
+                Packed rows, the tokens of each document together: blocks see their anchor's document only.
+            device (`torch.device`, *optional*):
+                Where the forward will run. Default: where the draft is.
+
+        Returns:
+            [`BlockPlan`], on the device of `anchor_positions`.
+
+        Raises:
+            ValueError: if shapes do not fit, or `document_ids` come back to a document.
+        """
+        config = self.config
+        check_blocks(anchor_positions, block_keep_mask, context_length, document_ids)
+        keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
+        blocks = (anchor_positions, keep, context_length, config.block_size)
+        rule = {"window_per_query": self.window_per_query, "causal": config.is_causal, "document_ids": document_ids}
+        windows = dict.fromkeys(config.context_windows)
+        visible = {window: block_visibility(*blocks, sliding_window=window, **rule) for window in windows}
+        if config._attn_implementation == "sdpa":
+            heads = (config.num_attention_heads, self.heads_per_key)
+            device = self.device if device is None else device
+            visible = {window: plan_visible_keys(seen, *heads, device) for window, seen in visible.items()}
+        return BlockPlan(anchor_positions, visible)
+
+    def read_blocks(
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         attention_mask: object | None,
         cache: object | None,
-        anchor_positions: torch.Tensor | None,
-        block_keep_mask: torch.Tensor | None,
-        document_ids: torch.Tensor | None,
-    ) -> None:
-        """Whether many blocks are given once, and fit the other inputs of the forward."""
-        if anchor_positions is None:
-            for name, value in (("block_keep_mask", block_keep_mask), ("document_ids", document_ids)):
-                if value is not None:
-                    raise ValueError(f"`{name}` goes with `anchor_positions`, which are missing.")
-            return
-        length, size = noise_embeds.shape[1], self.config.block_size
+        block_plan: BlockPlan | None,
+        **blocks: torch.Tensor | None,
+    ) -> BlockPlan | None:
+        """
+        The plan of many blocks, on the device of `noise_embeds`, or `None` where no anchors are given.
+
+        Args:
+            blocks:
+                `anchor_positions`, `block_keep_mask` and `document_ids`, from which it is made if it is not given.
+
+        Raises:
+            ValueError: if the blocks are given twice, or do not fit the other inputs of the forward.
+        """
+        given = [name for name, value in blocks.items() if value is not None]
+        if block_plan is not None and given:
+            raise ValueError(f"`block_plan` and `{given[0]}` say the same twice: pass one of them.")
+        if block_plan is None and "anchor_positions" not in given:
+            if given:
+                raise ValueError(f"`{given[0]}` goes with `anchor_positions`, which are missing.")
+            return None
         if attention_mask is not None:
             raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
-        if anchor_positions.shape[1] * size != length:
+        anchors = blocks["anchor_positions"] if block_plan is None else block_plan.anchor_positions
+        (batch, length), context_length = noise_embeds.shape[:2], context_hidden_states.shape[1]
+        size = self.config.block_size
+        if anchors.shape[1] * size != length:
             raise ValueError(
-                f"`noise_embeds` holds {length} tokens; {anchor_positions.shape[1]} `anchor_positions` with "
-                f"`block_size` {size} make {anchor_positions.shape[1] * size}."
+                f"`noise_embeds` holds {length} tokens; {anchors.shape[1]} `anchor_positions` with `block_size` "
+                f"{size} make {anchors.shape[1] * size}."
             )
-        if block_keep_mask is not None and block_keep_mask.shape != anchor_positions.shape:
+        if len(anchors) != batch:
+            raise ValueError(f"`anchor_positions` are of {len(anchors)} rows, `noise_embeds` of {batch}.")
+        if block_plan is None:
+            block_plan = self.plan_blocks(context_length=context_length, device=noise_embeds.device, **blocks)
+        if (block_plan.context_length, block_plan.block_size) != (context_length, size):
             raise ValueError(
-                f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` "
-                f"{tuple(anchor_positions.shape)}."
+                f"`block_plan` is for {block_plan.context_length} context rows and blocks of {block_plan.block_size}; "
+                f"the context has {context_length} rows and `block_size` is {size}."
             )
-        if document_ids is None:
-            return
-        if document_ids.shape != context_hidden_states.shape[:2]:
-            raise ValueError(
-                f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are "
-                f"{tuple(context_hidden_states.shape[:2])}."
-            )
-        runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1).values))
-        if runs != documents:
-            raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
+        return block_plan.to(noise_embeds.device)
 
-    def what_blocks_see(
-        self,
-        anchor_positions: torch.Tensor,
-        block_keep_mask: torch.Tensor | None,
-        context_length: int,
-        document_ids: torch.Tensor | None,
-        sliding_window: int | None,
-    ) -> torch.Tensor | VisibleKeys | PaddedBlockMask:
+    def layer_masks(self, plan: BlockPlan) -> dict[int | None, torch.Tensor | VisibleKeys | PaddedBlockMask]:
         """
-        What the attention of a layer with that window gets for many blocks, by `attn_implementation`: `"sdpa"` makes
-        it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other take
-        a dense mask.
+        What the attention of the layers with each window gets for many blocks, by `attn_implementation`: `"sdpa"`
+        makes it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other
+        takes a dense mask.
 
         Raises:
-            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here.
+            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here, or the
+                plan was made for another implementation.
         """
-        config, implementation = self.config, self.config._attn_implementation
-        keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
-        blocks = (anchor_positions, keep, context_length, config.block_size)
-        rule = {"sliding_window": sliding_window, "window_per_query": self.window_per_query}
-        if document_ids is not None:
-            rule["document_ids"] = document_ids
+        implementation, dropout = self.config._attn_implementation, self.config.attention_dropout
         if implementation == "flex_attention":
-            self._check_flex_attention(anchor_positions.device)
-            return padded_block_mask(*blocks, causal=config.is_causal, **rule)
-        if implementation == "sdpa" and self.training and config.attention_dropout > 0:
+            self._check_flex_attention(plan.anchor_positions.device)
+            return {window: padded_block_mask(visible) for window, visible in plan.visible.items()}
+        if implementation == "sdpa" and self.training and dropout > 0:
             logger.warning_once(
-                f"`attention_dropout` is {config.attention_dropout}: blocks attend through a dense mask, which takes "
-                "several times the time and memory. Set it to 0 to compute only what is visible."
+                f"`attention_dropout` is {dropout}: blocks attend through a dense mask, which takes several times the "
+                "time and memory. Set it to 0 to compute only what is visible."
             )
-            implementation = "dense"
-        if implementation == "sdpa":
-            context = visible_context(*blocks, **rule)
-            heads = (config.num_attention_heads, self.heads_per_key)
-            return plan_visible_keys(context, context_length, config.block_size, *heads, causal=config.is_causal)
-        return block_attention_mask(*blocks, causal=config.is_causal, **rule)
+        elif implementation == "sdpa":
+            if not all(isinstance(visible, VisibleKeys) for visible in plan.visible.values()):
+                raise ValueError('`block_plan` was not made for `attn_implementation="sdpa"`: make it anew.')
+            return plan.visible
+        return {window: visible.dense_mask() for window, visible in plan.visible.items()}
 
     def _check_flex_attention(self, device: torch.device) -> None:
         widths = (self.config.qk_head_dim, self.config.v_head_dim)

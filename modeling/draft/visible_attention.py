@@ -7,6 +7,7 @@ keys. Where a small sliding window makes it cheaper, each block meets a window o
 Nothing but queries, keys, values and the output is kept for the backward, which computes the weights again.
 """
 
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import maybe_autocast
 
-from .block_visibility import VisibleContext
+from .block_visibility import BlockVisibility
 
 # A key of a window is copied before it is used, which costs a quarter more than reading it in a slice. Up to some
 # width that does not count, and windows are taken where most blocks fill them: work is the same for any context then.
@@ -58,55 +59,55 @@ class BlockGroup(NamedTuple):
     clear_high: int
 
 
-class VisibleKeys(NamedTuple):
-    """What many blocks see and how it is computed; made once a forward, for all layers.
+@dataclass(frozen=True)
+class VisibleKeys(BlockVisibility):
+    """What the slots of many blocks see and how it is computed; made once a batch, for all layers with that window.
 
     Attributes:
-        context ([`VisibleContext`]): the context rows that each slot sees.
-        context_length, block_size (`int`): of the keys, `[context | blocks]`.
-        causal (`bool`): slots see only themselves and the earlier slots of their block.
         groups (`list[BlockGroup]`): covers all blocks.
         window (`int`, *optional*): rows of a window of each block's own, which takes the place of the groups' slices.
+        rows (`[S + N * block_size]` int64): numbers of the keys, 0, 1, ...
+        later (`[block_size, block_size]` bool): which slots (columns) come after a slot.
     """
 
-    context: VisibleContext
-    context_length: int
-    block_size: int
-    causal: bool
     groups: list[BlockGroup]
     window: int | None
+    rows: Tensor
+    later: Tensor
 
 
 def plan_visible_keys(
-    context: VisibleContext, context_length: int, block_size: int, num_heads: int, shared_by: int, causal: bool = False
+    visible: BlockVisibility, num_heads: int, shared_by: int, device: torch.device | None = None
 ) -> VisibleKeys:
-    """Chooses groups or windows, and the groups.
+    """Chooses groups or windows, and the groups. Reads the intervals on the host, which waits for their device.
 
     Args:
-        context ([`VisibleContext`]): of `N` blocks in `B` rows.
-        context_length (`int`): S.
-        block_size (`int`): slots of a block.
+        visible ([`BlockVisibility`]): what N blocks in B rows see.
         num_heads (`int`): heads of the queries.
         shared_by (`int`): heads that have a key in common.
-        causal (`bool`): slots see only themselves and the earlier slots of their block.
+        device: where it will be computed; by default where `visible` is.
     """
-    limits = CPU_LIMITS if context.last.device.type == "cpu" else ACCELERATOR_LIMITS
-    bounds = torch.stack([context.first.amin(-1), context.first.amax(-1), context.last], dim=-1).tolist()
+    size, device = visible.block_size, visible.last.device if device is None else device
+    limits = CPU_LIMITS if device.type == "cpu" else ACCELERATOR_LIMITS
+    bounds = torch.stack([visible.first.amin(-1), visible.first.amax(-1), visible.last], dim=-1).tolist()
     groups = [
         group
         for row, blocks in enumerate(bounds)
-        for group in _group_blocks(row, blocks, num_heads * block_size, shared_by * block_size, limits)
+        for group in _group_blocks(row, blocks, num_heads * size, shared_by * size, limits)
     ]
     widest = max((last - first for blocks in bounds for first, _, last in blocks), default=0)
     window = choose_window(groups, widest)
     if window is not None:
-        size = max(limits.scores // (num_heads * block_size * (window + block_size)), 1)
+        together = max(limits.scores // (num_heads * size * (window + size)), 1)
         groups = [
-            BlockGroup(row, start, min(start + size, len(blocks)), 0, 0, 0, 0)
+            BlockGroup(row, start, min(start + together, len(blocks)), 0, 0, 0, 0)
             for row, blocks in enumerate(bounds)
-            for start in range(0, len(blocks), size)
+            for start in range(0, len(blocks), together)
         ]
-    return VisibleKeys(context, context_length, block_size, causal, groups, window)
+    rows = torch.arange(visible.context_length + visible.last.shape[1] * size, device=visible.last.device)
+    later = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu(1)
+    values = {field.name: getattr(visible, field.name) for field in fields(visible)}
+    return VisibleKeys(**values, groups=groups, window=window, rows=rows, later=later)
 
 
 def choose_window(groups: list[BlockGroup], widest: int) -> int | None:
@@ -262,7 +263,7 @@ class _Part:
     def __init__(self, visible: VisibleKeys, group: BlockGroup):
         self.visible, self.group, size, blocks = visible, group, visible.block_size, group.stop - group.start
         self.blocks = slice(group.start, group.stop)
-        first, last = visible.context.first[group.row, self.blocks], visible.context.last[group.row, self.blocks]
+        first, last = visible.first[group.row, self.blocks], visible.last[group.row, self.blocks]
         self.first, self.last = first[..., None], last[:, None, None]  # [G, block_size or 1, 1] and [G, 1, 1]
         start = visible.context_length + group.start * size
         own = slice(start, start + blocks * size)
@@ -274,9 +275,8 @@ class _Part:
             self.pieces = [in_context, in_block] if self.width else [in_block]
         else:
             starts = first.amin(-1, keepdim=True).clamp(max=visible.context_length - self.width)
-            self.window = starts + torch.arange(self.width, device=starts.device)
-            own_rows = torch.arange(own.start, own.stop, device=starts.device).view(blocks, size)
-            rows = torch.cat([self.window, own_rows], dim=1)
+            self.window = starts + visible.rows[: self.width]
+            rows = torch.cat([self.window, visible.rows[own].view(blocks, size)], dim=1)
             self.pieces = [_Piece(slice(0, self.num_keys), rows, blocks)]
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -314,8 +314,7 @@ class _Part:
             hidden = (rows < self.first) | (rows >= self.last)  # [G, block_size, columns]
             by_slot[..., columns].masked_fill_(hidden.unsqueeze(2), float("-inf"))
         if self.visible.causal:
-            later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
-            by_slot[..., self.width : self.num_keys].masked_fill_(later.unsqueeze(1), float("-inf"))
+            by_slot[..., self.width : self.num_keys].masked_fill_(self.visible.later.unsqueeze(1), float("-inf"))
         if sinks is not None:
             scores[..., -1] = sinks.unsqueeze(1)
         return torch.softmax(scores, dim=-1)
@@ -348,9 +347,8 @@ class _Part:
         group = self.group
         low, high = max(group.clear_low, group.low), min(group.clear_high, group.high)
         borders = [(group.low, low), (high, group.high)] if low < high else [(group.low, group.high)]
-        device = self.first.device
         return [
-            (slice(start - group.low, stop - group.low), torch.arange(start, stop, device=device))
+            (slice(start - group.low, stop - group.low), self.visible.rows[start:stop])
             for start, stop in borders
             if start < stop
         ]

@@ -1,7 +1,5 @@
 """DFlash draft with a dense Kimi K3 backbone: NoPE MLA over `[context | block]` and a SiTU feed-forward."""
 
-import functools
-
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -10,7 +8,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from ..draft.block_visibility import PaddedBlockMask
+from ..draft.block_plan import BlockPlan
+from ..draft.flex_block_mask import PaddedBlockMask
 from ..draft.modeling_draft import DraftPreTrainedModel, accept_seed_names
 from ..draft.visible_attention import VisibleKeys, attend_visible
 from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
@@ -124,11 +123,12 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         anchor_positions: torch.LongTensor | None = None,
         block_keep_mask: torch.Tensor | None = None,
         document_ids: torch.LongTensor | None = None,
+        block_plan: BlockPlan | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         One block after its whole context, as in decoding, or any number of blocks, as in training. Many blocks are
-        given by `anchor_positions`, which is fastest, or by a mask.
+        given by a `block_plan` or their `anchor_positions`, which is fastest, or by a mask.
 
         Args:
             noise_embeds (`[B, Q, H]`):
@@ -151,7 +151,9 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
                 Many blocks of `block_size`: where they stand, ascending if they are to be fast, which of them are no
                 padding (default: all), and the documents of packed rows. They see what
-                [`~blockdraft.modeling.draft.block_visibility.block_mask_mod`] says.
+                [`~blockdraft.modeling.draft.block_visibility.block_visibility`] says.
+            block_plan ([`BlockPlan`], *optional*):
+                The same, planned by [`~DraftPreTrainedModel.plan_blocks`] before the forward.
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPast`]: `last_hidden_state` `[B, Q, H]` in the dtype of
@@ -168,18 +170,22 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
-        anchors = (anchor_positions, block_keep_mask, document_ids)
-        self.check_anchors(noise_embeds, context_hidden_states, attention_mask, cache, *anchors)
-        context_length = context_hidden_states.shape[1]
-        if anchor_positions is not None:
-            blocks = (anchor_positions, block_keep_mask, context_length, document_ids)
-            see = functools.partial(self.what_blocks_see, *blocks)
+        blocks = {
+            "anchor_positions": anchor_positions,
+            "block_keep_mask": block_keep_mask,
+            "document_ids": document_ids,
+        }
+        plan = self.read_blocks(noise_embeds, context_hidden_states, attention_mask, cache, block_plan, **blocks)
+        windows = self.config.context_windows
+        if plan is not None:
+            visible = self.layer_masks(plan)
         else:
             cached = cache.get_seq_length() if cache is not None else 0
-            key_length = cached + context_length + noise_embeds.shape[1]
-            see = functools.partial(self._visible_keys, attention_mask, noise_embeds, key_length)
-        windows = self.config.context_windows
-        visible = {window: see(window) for window in dict.fromkeys(windows)}
+            key_length = cached + context_hidden_states.shape[1] + noise_embeds.shape[1]
+            visible = {
+                window: self._visible_keys(attention_mask, noise_embeds, key_length, window)
+                for window in dict.fromkeys(windows)
+            }
 
         # The target may be held in another dtype than the draft.
         dtype = self.norm.weight.dtype

@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from packed_rows import document_ids_from_lengths
 
 from blockdraft.modeling.draft.anchors import (
     document_positions,
@@ -12,7 +13,6 @@ from blockdraft.modeling.draft.anchors import (
     sample_anchors,
     sample_prefix_lengths,
 )
-from blockdraft.modeling.draft.block_visibility import document_ids_from_lengths
 
 BLOCK = 4
 

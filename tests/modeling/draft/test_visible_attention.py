@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.modeling.draft import visible_attention
-from blockdraft.modeling.draft.block_visibility import block_attention_mask, visible_context
+from blockdraft.modeling.draft.block_visibility import block_attention_mask, block_visibility
 from blockdraft.modeling.draft.visible_attention import (
     BlockGroup,
     GroupLimits,
@@ -74,8 +74,8 @@ def attention_inputs(anchors, block_size, heads, dtype, context_length=CONTEXT):
 
 
 def plan(anchors, keep, block_size, heads, causal=False, context_length=CONTEXT, **rule):
-    context = visible_context(anchors, keep, context_length, block_size, **rule)
-    return plan_visible_keys(context, context_length, block_size, heads[0], heads[0] // heads[1], causal)
+    visible = block_visibility(anchors, keep, context_length, block_size, causal=causal, **rule)
+    return plan_visible_keys(visible, heads[0], heads[0] // heads[1])
 
 
 def errors_of(inputs, visible, mask, scaling=0.4):

@@ -12,7 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import DFlashCache
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask, flex_block_mask
+from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask, block_visibility
+from blockdraft.modeling.draft.flex_block_mask import flex_block_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
 CASES = ["base", "nogate", "outputs"]
@@ -79,13 +80,13 @@ def test_flex_attention_agrees(golden):
     draft = golden_draft(case, "flex_attention")
     noise, features = case["in.noise_embedding"], case["in.target_hidden"]
     anchors, keep = case["in.anchor_positions"], case["in.block_keep_mask"]
-    for mask in (flex_block_mask(anchors, keep, features.shape[1], 5), case["out.mask_visible"]):
+    for mask in (flex_block_mask(block_visibility(anchors, keep, features.shape[1], 5)), case["out.mask_visible"]):
         with torch.compiler.set_stance("force_eager"):
             hidden = draft(noise, features, mask).last_hidden_state
         assert relative_error(hidden, case["out.hidden"]) <= TOLERANCE
     draft.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="flex_attention"):
-        draft(noise, features, flex_block_mask(anchors, keep, features.shape[1], 5))
+        draft(noise, features, flex_block_mask(block_visibility(anchors, keep, features.shape[1], 5)))
 
 
 WIDE_HEADS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -4,11 +4,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_rows import document_ids_from_lengths
 from torch import nn
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.draft.block_targets import BlockTargets, build_block_inputs, build_block_targets
-from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask, document_ids_from_lengths
+from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.objectives.dflash import (
     BlockLoss,
