@@ -32,7 +32,7 @@ class Round(NamedTuple):
 
 @torch.no_grad()
 def decode_rounds(
-    target: PreTrainedModel, draft: PreTrainedModel, input_ids: torch.Tensor, tokens: int
+    target: PreTrainedModel, draft: PreTrainedModel, input_ids: torch.Tensor, max_new_tokens: int
 ) -> list[Round]:
     """Decodes greedily and keeps each round's candidates; for drafts whose slots are chosen all at once."""
     assert not draft.drafts_in_sequence
