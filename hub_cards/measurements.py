@@ -1,4 +1,4 @@
-"""What was measured of a draft, and whether a draft is still the one that it was measured of."""
+"""Which files hold measurements of a draft, and whether a draft is still the one that was measured."""
 
 import filecmp
 import json
@@ -10,17 +10,18 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 
-from .card import METRICS
+from .card import EVALUATION, METRICS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What of an earlier push would be loaded with the model of a later one, or in its place.
+# Files of an earlier push that would be loaded with the model of a later one, or in its place.
 LOADED = (*WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 MODEL = ("config.json", *LOADED)
-# Of the model beside them alone: where a push brings another, those that it does not replace are deleted. Other plots
-# may be the owner's.
+# They belong to the model beside them: a push of another model deletes those that it does not replace. Other plots may
+# be the owner's.
 MEASURED = (
-    "metrics.json",
+    METRICS,
+    EVALUATION,
     "report.json",
     "report.md",
     "calibration.json",
@@ -40,13 +41,13 @@ MEASURED = (
 
 
 def is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a file beside the weights has such a name; what lies in folders is not meant."""
-    return "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
+    """Whether a file has such a name; patterns are for files beside the weights, not in folders."""
+    return any(name == pattern or "/" not in name and fnmatch(name, pattern) for pattern in patterns)
 
 
 def measured_in(directory: str | os.PathLike, saved: Path) -> dict | None:
-    """`metrics.json` of the directory that a draft was loaded from, if what is `saved` of it now is the same: the
-    weights byte for byte, the configuration but for the versions that wrote it."""
+    """`metrics.json` of the directory that a draft was loaded from, if the draft there is the one `saved` now: its
+    weights byte for byte, and its configuration but for the versions that wrote it."""
     metrics, config = Path(directory, METRICS), Path(directory, "config.json")
     if not (metrics.is_file() and config.is_file()):
         return None
@@ -62,7 +63,7 @@ def measured_on_the_hub(repo: str, saved: Iterable[CommitOperationAdd], api: HfA
     try:
         commit = api.model_info(repo).sha
         metrics = api.hf_hub_download(repo, METRICS, revision=commit)
-    except (RepositoryNotFoundError, RemoteEntryNotFoundError):  # gone since the draft was loaded; nothing measured
+    except (RepositoryNotFoundError, RemoteEntryNotFoundError):  # gone since then, or nothing was measured
         return None
     return json.loads(Path(metrics).read_text(encoding="utf-8")) if is_model_of(api, repo, commit, saved) else None
 

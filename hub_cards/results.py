@@ -1,11 +1,11 @@
-"""Figures of real decoding as cards show them: none without its protocol."""
+"""Figures of real decoding, as cards and the Hub's evaluation files show them: none without its protocol."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from huggingface_hub import EvalResult
+from huggingface_hub import EvalResult, EvalResultEntry
 
 from .rules import is_hub_id
 
@@ -13,11 +13,11 @@ FIGURES = {
     "tau": "tau",
     "tau_without_loops": "tau without looping answers",
     "looping_share": "looping answers",
-    "rows_per_token": "rows through the target a token",
+    "rows_per_token": "target tokens per committed token",
     "speedup": "speed-up",
 }
 # Those that the Hub indexes.
-METRICS = {"tau": "tokens committed a round (tau)", "speedup": "speed-up over plain decoding"}
+METRICS = {"tau": "tokens committed per verification (tau)", "speedup": "speed-up over plain decoding"}
 # What makes figures comparable, and how a card words it.
 PROTOCOL = {
     "decoding": "{}",
@@ -30,6 +30,7 @@ PROTOCOL = {
     "hardware": "{}",
 }
 REQUIRED = ("decoding", "block_size", "prompts", "max_new_tokens", "dtype", "hardware")
+NOT_FIGURES = ("protocol", "acceptance_by_slot", "benchmark_task")
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,15 @@ class DecodingResult:
         protocol: the parts of [`PROTOCOL`] that are known.
         figures: numbers by the names of [`FIGURES`], finite.
         acceptance: share of rounds that got past each drafted slot; empty if not known.
+        benchmark_task: the task that ranks drafts by tau, where the data set is a benchmark of the Hub with such a
+            task; `None` for any other.
     """
 
     data: str
     protocol: dict
     figures: dict[str, float]
     acceptance: tuple[float, ...]
+    benchmark_task: str | None = None
 
     @property
     def protocol_text(self) -> str:
@@ -66,12 +70,13 @@ def read_results(metrics: Mapping[str, Mapping | Sequence[Mapping]] | None) -> l
     Checks what a card is given.
 
     Args:
-        metrics: by data set, what `DecodingReport.headline()` returns: `protocol` (a dict), any of [`FIGURES`] and,
-            if known, `acceptance_by_slot`; or a list of such, one for each protocol.
+        metrics: by data set, what `DecodingReport.headline()` returns: `protocol` (a dict), any of [`FIGURES`] and, if
+            known, `acceptance_by_slot`; or a list of such, one for each protocol. `benchmark_task` may be added, see
+            [`DecodingResult`].
 
     Raises:
-        ValueError: for a number without a protocol, one that is not of real decoding or not finite, and for two
-            results that cannot be told apart.
+        ValueError: for a number without a protocol, one that is not of real decoding or not finite, two results that
+            cannot be told apart, and a benchmark's task without tau or without the Hub id of the benchmark.
     """
     results = []
     for data, given in (metrics or {}).items():
@@ -88,24 +93,30 @@ def _read(data: str, values: Mapping) -> DecodingResult:
             f"`metrics` of {data!r} have no `protocol`: a card says how its numbers were measured. Give what "
             "`DecodingReport.headline()` returns."
         )
-    figures = {name: value for name, value in values.items() if name not in ("protocol", "acceptance_by_slot")}
+    figures = {name: value for name, value in values.items() if name not in NOT_FIGURES}
     protocol, acceptance = dict(values["protocol"]), tuple(values.get("acceptance_by_slot") or ())
     if lacking := [name for name in REQUIRED if protocol.get(name) in (None, "")]:
-        raise ValueError(f"`metrics` of {data!r} have a protocol without `{lacking[0]}`: say it.")
-    for name in [*protocol, *figures]:
-        if name not in (PROTOCOL if name in protocol else FIGURES):
+        raise ValueError(f"`metrics` of {data!r} have a protocol without `{lacking[0]}`: add it.")
+    for known, names in ((PROTOCOL, protocol), (FIGURES, figures)):
+        if unknown := [name for name in names if name not in known]:
             raise ValueError(
-                f"`metrics` of {data!r} have `{name}`, which is no figure of real decoding: a card takes "
+                f"`metrics` of {data!r} have `{unknown[0]}`, which is no figure of real decoding: a card takes "
                 f"{', '.join(FIGURES)}."
             )
     for name, value in [*figures.items(), *(("acceptance_by_slot", share) for share in acceptance)]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"`metrics` of {data!r} have `{name}` = {value}: leave out what was not measured.")
-    return DecodingResult(" ".join(data.split()), protocol, figures, acceptance)
+    task = values.get("benchmark_task")
+    if task is not None and not (is_hub_id(data) and "tau" in figures and re.fullmatch(r"[\w.-]+", str(task))):
+        raise ValueError(
+            f"`benchmark_task` is {task!r} beside the data set {data!r}: it is a task in the `eval.yaml` of a "
+            "benchmark on the Hub (`owner/name`) that ranks drafts by tau, which has to be measured."
+        )
+    return DecodingResult(" ".join(data.split()), protocol, figures, acceptance, task)
 
 
-def eval_results(results: list[DecodingResult]) -> list[EvalResult]:
-    """Entries of a `model-index`: tau and speed-up for each data set and protocol."""
+def model_index(results: list[DecodingResult]) -> list[EvalResult]:
+    """Entries of a card's `model-index`: tau and speed-up for each data set and protocol."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -120,6 +131,25 @@ def eval_results(results: list[DecodingResult]) -> list[EvalResult]:
         for result in results
         for name in METRICS
         if name in result.figures
+    ]
+
+
+def benchmark_entries(results: list[DecodingResult]) -> list[EvalResultEntry]:
+    """
+    Entries of an evaluation file (`.eval_results/*.yaml`): tau by benchmark and protocol.
+
+    The Hub puts such a value on the leaderboard of the data set's task. A leaderboard of answers' quality is no place
+    for a draft's tau, so only results that name the task that ranks it have an entry.
+    """
+    return [
+        EvalResultEntry(
+            dataset_id=result.data,
+            task_id=result.benchmark_task,
+            value=round(float(result.figures["tau"]), 4),
+            notes=result.protocol_text,
+        )
+        for result in results
+        if result.benchmark_task is not None
     ]
 
 

@@ -70,7 +70,7 @@ def hub(monkeypatch, tmp_path_factory):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda seconds: None))
-        monkeypatch.setattr("blockdraft.hub_cards.upload.WAITS", (0.0, 0.0))
+        monkeypatch.setattr("blockdraft.hub_cards.retries.WAITS", (0.0, 0.0))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
         huggingface_hub.utils._http.close_session()

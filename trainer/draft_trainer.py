@@ -474,6 +474,8 @@ class DraftTrainer(HeldOutEvaluation, HubPushing, Trainer):
             "versions": {name: version(name) for name in ("blockdraft", "transformers", "torch")},
             "train_rows": len(self.train_dataset) if has_length(self.train_dataset) else None,
             "license": args.license,
+            "license_name": args.license_name,
+            "license_link": args.license_link,
             "datasets": args.datasets,
             "adapter": None if self.adapter is None else recipe(self.adapter),
         }

@@ -101,7 +101,11 @@ class DraftTrainingArguments(TrainingArguments):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of such a decode."})
     license: str | None = field(
         default=None,
-        metadata={"help": "Licence of the draft, for its card, as the Hub names it, e.g. apache-2.0."},
+        metadata={"help": "Licence of the draft, for its card, as the Hub names it, e.g. apache-2.0; or other."},
+    )
+    license_name: str | None = field(default=None, metadata={"help": "What a licence of your own (other) is called."})
+    license_link: str | None = field(
+        default=None, metadata={"help": "Where it can be read: a URL, or LICENSE for a file in the repository."}
     )
     datasets: list[str] | None = field(
         default=None,
@@ -139,8 +143,7 @@ class DraftTrainingArguments(TrainingArguments):
             )
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
-        if self.license is not None:
-            check_license(self.license)
+        check_license(self.license, self.license_name, self.license_link)
         check_datasets(self.datasets or [])
         if local := [name for name in self.datasets or [] if os.path.exists(name)]:
             raise ValueError(

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from counting_pairs import counting_rows, counting_target, counting_tokenizer, write_draft
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from blockdraft.trainer.diagnostics.doctor import doctor
-from blockdraft.trainer.diagnostics.findings import Finding
+from blockdraft.trainer.diagnostics.findings import FAULT, WARNING, Finding
 
 FEW = slice(4, None, 9)  # rows; their answers are long enough for a block
 ONLY_WARNED_OF = {"dtype", "stop token", "embedding scale"}
@@ -46,6 +47,10 @@ class Patient:
                     settings.pop(name, None)
         path.write_text(json.dumps(config))
 
+    @property
+    def config(self) -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(self.folder)
+
     def weights(self, edit: Callable[[dict], None]) -> None:
         path = self.folder / "model.safetensors"
         tensors = load_file(path)
@@ -57,6 +62,18 @@ class Patient:
         settings = {"max_new_tokens": 16} | settings
         found = doctor(self.target, self.tokenizer, self.folder, rows, **settings)
         return {finding.check: finding for finding in found}
+
+
+def assert_found(findings: dict[str, Finding], check: str) -> Finding:
+    """That a check found the planted fault, and says what to do."""
+    finding = findings[check]
+    assert finding.status == (WARNING if check in ONLY_WARNED_OF else FAULT), finding
+    assert finding.found and finding.fix
+    return finding
+
+
+def fresh_weights(patient: Patient) -> None:
+    patient.weights(lambda tensors: [nn.init.normal_(t, std=0.1) for t in tensors.values() if t.dim() > 1])
 
 
 @functools.cache

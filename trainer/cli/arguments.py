@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
+from ...hub_cards.rules import is_hub_id
 from ..data.loss_mask import THINKING_TAGS
 
 DRAFT_REVISION = "Commit, tag or branch of a draft that is on the Hub."
@@ -232,9 +233,18 @@ class EvaluateArguments:
         "Name of the data, e.g. owner/name or HumanEval: puts the figures into the card of `draft`, a directory.",
         default=None,
     )
+    benchmark_task: str | None = setting(
+        "Where `card` is a benchmark of the Hub that ranks drafts by tau: its task, as in its eval.yaml. The Hub then "
+        "reads tau from .eval_results as well.",
+        default=None,
+    )
 
     def __post_init__(self):
         self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.benchmark_task and not is_hub_id(self.card):
+            raise ValueError(
+                f"`benchmark_task` belongs to a benchmark on the Hub, and `card` is {self.card!r}: name one there."
+            )
 
 
 @dataclass

@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
@@ -45,7 +45,7 @@ from ..data.rows import hub_datasets
 from ..diagnostics.checkpoint import draft_folder
 from ..diagnostics.doctor import doctor
 from ..diagnostics.findings import FAULT, findings_text
-from ..diagnostics.measured import check_provenance
+from ..diagnostics.rows import check_provenance
 from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
 from ..evaluation.decoding import evaluate_decoding, held_out_prompts
 from ..evaluation.held_out import HELD_OUT
@@ -264,7 +264,8 @@ def evaluate(target_args: TargetArguments, args: EvaluateArguments, schedule_arg
     if args.output:
         Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if args.card:
-        add_to_card(args.draft, draft.config, args.card, report.headline())
+        task = {"benchmark_task": args.benchmark_task} if args.benchmark_task else {}
+        add_to_card(args.draft, draft.config, args.card, report.headline() | task)
         print(f"The figures are in {Path(args.draft) / CARD}.")
 
 
@@ -293,7 +294,7 @@ def examine(target_args: TargetArguments, args: DoctorArguments) -> int:
     )
     print(findings_text(findings))
     if args.output:
-        Path(args.output).write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+        Path(args.output).write_text(json.dumps([finding.to_dict() for finding in findings], indent=2) + "\n")
     return int(any(finding.status == FAULT for finding in findings))
 
 

@@ -202,7 +202,7 @@ def _close_turns(ids, mask, stop: set[int], cut: bool, tokenizer) -> tuple[list[
     """Ends each supervised run with its stop token: takes it in where the run ends before it, and takes out the white
     space that templates write after it. Returns the mask, and whether the last run lacks a stop token."""
     mask = list(mask)
-    for _, end in _runs(mask):
+    for _, end in supervised_runs(mask):
         last = end - 1  # the run's last token that is not white space
         while last > 0 and mask[last - 1] and ids[last] not in stop and not tokenizer.decode(ids[last]).strip():
             last -= 1
@@ -217,7 +217,7 @@ def _close_turns(ids, mask, stop: set[int], cut: bool, tokenizer) -> tuple[list[
     return mask, not (closed or cut)
 
 
-def _runs(mask: list[int]) -> list[tuple[int, int]]:
+def supervised_runs(mask: list[int]) -> list[tuple[int, int]]:
     """First and one past the last token of each supervised run."""
     edges = [i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])]
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -228,7 +228,7 @@ def _without_thinking(ids: list[int], mask: list[int], tokenizer, tags: Sequence
     content if `only_empty`. White space after the block goes with it; a block that is not closed is the whole run."""
     opening, closing = tags
     mask = list(mask)
-    for begin, end in _runs(mask):
+    for begin, end in supervised_runs(mask):
         run = tokenizer.decode(ids[begin:end])
         prompt = tokenizer.decode(ids[max(0, begin - 16) : begin])
         if not (run.lstrip().startswith(opening) or prompt.rstrip().endswith(opening)):

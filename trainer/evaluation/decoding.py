@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput, logging
 from ...modeling.decoding.block_decoding import block_decode
 from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable
 from ...modeling.decoding.plain_decoding import plain_decode
+from ..data.loss_mask import supervised_runs
 from .report import GREEDY, OFF, Answer, DecodingReport
 
 logger = logging.get_logger(__name__)
@@ -56,12 +57,10 @@ def held_out_prompts(dataset, n: int) -> list[list[int]]:
 
 
 def _prompt(row: dict) -> list[int]:
-    mask = [int(value) for value in row["loss_mask"]]
-    if 1 not in mask:
+    runs = supervised_runs(row["loss_mask"])
+    if not runs:
         return []
-    first = len(mask) - 1 - mask[::-1].index(1)
-    while first > 0 and mask[first - 1]:
-        first -= 1
+    first, _ = runs[-1]
     start = list(row["document_ids"]).index(row["document_ids"][first]) if "document_ids" in row else 0
     return [int(token) for token in row["input_ids"][start:first]]
 
