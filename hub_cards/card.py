@@ -273,7 +273,7 @@ def _render(
 
 
 def name_repository(card: str, repo_id: str) -> str:
-    """A card whose code names the repository that it lies in, wherever it speaks of that."""
+    """A card with the name of its own repository in every place that is kept for it."""
     return card.replace(THIS_REPOSITORY, repo_id)
 
 

@@ -147,7 +147,7 @@ class DraftTrainingArguments(TrainingArguments):
         check_datasets(self.datasets or [])
         if local := [name for name in self.datasets or [] if os.path.exists(name)]:
             raise ValueError(
-                f"`datasets` has {local[0]!r}, which lies here: name Hub datasets only, they are for the card."
+                f"`datasets` has {local[0]!r}, which is a path here: name Hub datasets only, they are for the card."
             )
         if self.hub_token is not None:
             raise ValueError(

@@ -1,5 +1,9 @@
-"""Configurations and measurements for the tests of cards."""
+"""Configurations and measurements for the tests of cards, and how to read a card."""
 
+import ast
+import re
+
+import yaml
 from deepseek_v41_dspark_models import TINY as TINY_DSPARK
 from draft_models import TINY as TINY_DFLASH
 
@@ -63,3 +67,24 @@ def dspark_config(**settings) -> DeepseekV41DSparkConfig:
 
 def recipe(**settings) -> dict:
     return {"training": RECIPE["training"] | settings}
+
+
+V41 = TARGET | {"model_type": "deepseek_v41_text", "architecture": "DeepseekV41ForCausalLM"}
+
+
+def metadata(card: str) -> dict:
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)[1])
+
+
+def code_of(card: str) -> str:
+    """The card's one Python program."""
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ast.parse(code)
+    return code
+
+
+def table_of(card: str, heading: str) -> dict[str, str]:
+    """Names and values of a section's table."""
+    section = card.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line[2:-2].split(" | ", 1) for line in section.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}

@@ -1,6 +1,6 @@
 """A tiny target that counts and drafts that count with it, for the tests of the doctor.
 
-Their weights lie in `tests/data/counting/`; `python tests/helpers/counting_pairs.py` trains them anew in a minute.
+Their weights are in `tests/data/counting/`; `python tests/helpers/counting_pairs.py` trains them again in a minute.
 """
 
 import shutil
@@ -40,7 +40,7 @@ def counting_tokenizer(words: list[str] | None = None) -> PreTrainedTokenizerFas
 
 
 def chats() -> list[dict]:
-    """The user names two numbers, the assistant goes on in equal steps."""
+    """The user names two numbers, the assistant continues in equal steps."""
     rows = []
     for step in (1, 2, 3):
         for start in range(20):

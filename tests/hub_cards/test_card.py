@@ -1,6 +1,5 @@
 """Model cards: metadata as the Hub takes it, runnable code, no local paths, the same bytes every time."""
 
-import ast
 import html
 import math
 import re
@@ -9,48 +8,41 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-import yaml
-from cards import ADAPTER, CHAT, COMMIT, METRICS, PROTOCOL, TARGET, config, dspark_config, recipe
+from cards import (
+    ADAPTER,
+    CHAT,
+    COMMIT,
+    METRICS,
+    PROTOCOL,
+    TARGET,
+    V41,
+    code_of,
+    config,
+    dspark_config,
+    metadata,
+    recipe,
+    table_of,
+)
 from decoding_models import build_draft, build_dspark_draft, build_target
-from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.hub_cards.card import (
+    THIS_REPOSITORY,
     TRANSFORMERS_VERSION,
-    card_of_repository,
+    check_card,
     make_adapter_card,
     make_card,
+    name_repository,
     rewrite_card,
-    text,
     write_adapter_card,
     write_card,
 )
-from blockdraft.hub_cards.rules import validate_card
+from blockdraft.hub_cards.facts import text
+from blockdraft.hub_cards.rules import is_repo_id
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.adapters import adapt, describe, save_adapter
-
-V41 = TARGET | {"model_type": "deepseek_v41_text", "architecture": "DeepseekV41ForCausalLM"}
-
-
-def metadata(card: str) -> dict:
-    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)[1])
-
-
-def code_of(card: str) -> str:
-    """The card's one Python program."""
-    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    ast.parse(code)
-    return code
-
-
-def table_of(card: str, heading: str) -> dict[str, str]:
-    """Names and values of a section's table."""
-    section = card.split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line[2:-2].split(" | ", 1) for line in section.splitlines() if line.startswith("| ")]
-    return {row[0]: row[1] for row in rows if len(row) == 2}
-
 
 # ---- metadata -----------------------------------------------------------------------------------------------------
 
@@ -78,47 +70,30 @@ def test_licence():
     assert "licensed under gemma" in make_card(config(), license="gemma")
 
 
-def test_model_index_has_a_result_for_each_data_set_and_protocol():
-    sampled = {"tau": 2.0, "speedup": 1.25, "protocol": PROTOCOL | {"decoding": "sampling temperature 1"}}
-    results = METRICS | {"chat": [METRICS["chat"], sampled]}
-    card = make_card(config(), results)
-    greedy_text = "greedy, block 4, 40 prompts, up to 64 new tokens, batch 1, float32, CPU (2 threads)"
-    found = [
-        (r.dataset_type, r.dataset_name, r.dataset_config, r.metric_type, r.metric_value)
-        for r in ModelCard(card).data.eval_results
-    ]
-    assert found == [
-        ("chat", "chat", greedy_text, "tau", 2.3457),
-        ("chat", "chat", greedy_text, "speedup", 1.5),
-        ("chat", "chat", greedy_text.replace("greedy", "sampling temperature 1"), "tau", 2.0),
-        ("chat", "chat", greedy_text.replace("greedy", "sampling temperature 1"), "speedup", 1.25),
-        ("openai/openai_humaneval", "openai/openai_humaneval", greedy_text, "tau", 3.0),
-    ]
-    assert metadata(card)["model-index"][0]["name"] == "Qwen3-0.6B-DFlash"
-    lines = [line for line in card.splitlines() if line.endswith("CPU (2 threads) |")]
-    assert lines[0].startswith("| chat | 2.35 | 2% | 1.50 | greedy,")
-    assert lines[2].startswith("| openai/openai_humaneval | 3.00 | - | - | greedy,")
-    assert "model-index" not in metadata(make_card(config())) and "model_name" not in make_card(config())
+def test_a_licence_of_one_s_own():
+    own = {"license": "other", "license_name": "House [1] licence", "license_link": "LICENSE"}
+    for card in (make_card(config(**recipe(**own))), make_card(config(**recipe(license="mit")), **own)):
+        assert {name: metadata(card)[name] for name in own} == own
+        assert card.endswith("The weights are licensed under [House \\[1\\] licence](LICENSE).\n")
+        assert "license" not in " ".join(table_of(card, "Training"))
+    with pytest.raises(ValueError, match="`license_link` is missing"):
+        make_card(config(), license="other", license_name="mine")
 
 
 @pytest.mark.parametrize(
-    "figures, message",
+    "card, message",
     [
-        ({"tau": 2.0}, "no `protocol`"),
-        ({"tau": 2.0, "protocol": {"decoding": "greedy"}}, "without `block_size`"),
-        ({"tau": 2.0, "protocol": PROTOCOL | {"dtype": None}}, "without `dtype`"),
-        ({"accuracy": 0.9, "protocol": PROTOCOL}, "`accuracy`, which is no figure of real decoding"),
-        ({"tau": math.nan, "protocol": PROTOCOL}, "`tau` = nan: leave out"),
-        ({"speedup": math.inf, "protocol": PROTOCOL}, "`speedup` = inf"),
-        ({"tau": None, "protocol": PROTOCOL}, "`tau` = None"),
-        ({"acceptance_by_slot": [0.5, math.nan], "protocol": PROTOCOL}, "`acceptance_by_slot` = nan"),
-        ([{"tau": 2.0, "protocol": PROTOCOL}] * 2, "two results of 'chat' by the same protocol"),
+        ("# No metadata\n", "has no metadata"),
+        ("---\n---\n", "has no metadata"),
+        ("---\nlicense: [mit\n---\n", "is not valid"),
+        ("---\n- mit\n---\n", "is not valid"),
+        ("---\nmodel-index:\n- name: d\n---\n", "is not valid"),
     ],
 )
-def test_numbers_without_protocol_or_value_are_refused(figures, message, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        write_card(tmp_path, config(), {"chat": figures})
-    assert "\n" not in str(error.value) and not any(tmp_path.iterdir())
+def test_metadata_that_cannot_be_read(card, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_card(card)
+    assert "\n" not in str(error.value)
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
@@ -137,22 +112,11 @@ def test_says_what_it_is_and_how_to_decode():
     assert training["data"] == "[org/chats](https://huggingface.co/datasets/org/chats)"
     code = code_of(card)
     assert 'target_id = "Qwen/Qwen3-0.6B"' in code and code.count(f'revision="{COMMIT}"') == 2
-    assert 'draft_id, commit = "user/draft", "<commit sha>"  # this repository; fill in the commit' in code
+    assert 'draft_id, commit = "<this repository>", "<commit sha>"  # fill in the commit' in code
     assert '"custom_generate": draft_id, "revision": commit, "trust_remote_code": True' in code
     assert 'assistant_model=draft, speculation_type="dflash"' in code and "import blockdraft" not in code
-    assert "proposes 3 tokens in one forward" in card and f'"transformers>={TRANSFORMERS_VERSION}"' in card
-    assert "vLLM 0.33.0 and SGLang 0.5.23 do not read it" in card
+    assert "proposes 3 tokens in one forward pass" in card and f'"transformers>={TRANSFORMERS_VERSION}"' in card
     assert "![Rounds that accept each drafted token. chat: 70, 40, 25 %](acceptance.png)" in card
-
-
-def test_the_form_of_the_target_is_named():
-    card = make_card(
-        config(target=TARGET | {"quantization": "mxfp4", "adapters": ["LORA"], "weights_sha256": "f" * 64})
-    )
-    facts = table_of(card, "What it is")
-    assert facts["target in training"] == "bfloat16, quantised (mxfp4), with adapters (LORA)"
-    assert facts["target's fingerprint"] == f"weights {'f' * 16}, embedding {'ab' * 8}"
-    assert "load the target with the same one" in card and "PEFT" not in make_card(config())
 
 
 def test_the_version_of_transformers_is_the_package_s():
@@ -162,78 +126,21 @@ def test_the_version_of_transformers_is_the_package_s():
 
 
 def test_own_targets_need_the_package():
-    code = code_of(make_card(config(target=TARGET | {"model_type": "kimi_k3_text"})))
-    assert code.startswith("import blockdraft")
+    """Which no index has: cards name it and do not say how to install it."""
+    card = make_card(config(target=TARGET | {"model_type": "kimi_k3_text"}))
+    assert code_of(card).startswith("import blockdraft") and "from the `blockdraft` package, which has to be" in card
+    dspark = dspark_config(target=V41, capture_point="attention_input_mean")
+    for page in (card, make_card(config()), make_card(dspark), make_adapter_card(dspark, ADAPTER)):
+        [install] = re.findall(r"```bash\n(pip .*)\n```", page)
+        assert "blockdraft" not in install
 
 
-@pytest.mark.parametrize(
-    "settings, limit",
-    [
-        ({"input_embedding_scale": 2.0}, "multiplied by 2,"),
-        ({"objective": {"loss_type": "variable_prefix"}}, "at least two known tokens"),
-        ({"capture_point": "attention_input_mean"}, "hands out outputs of layers"),
-    ],
-)
-def test_the_native_path_is_offered_only_where_it_gives_the_draft_s_own_blocks(settings, limit):
-    assert limit not in make_card(config())
-    card = make_card(config(**settings))
-    assert limit in card and "assistant_model" not in code_of(card)
-
-
-def test_a_draft_of_variable_prefixes_drafts_one_token_less():
-    variable = config(objective={"loss_type": "variable_prefix"})
-    assert (config().num_drafted, variable.num_drafted, dspark_config().num_drafted) == (3, 2, 4)
-    assert config(objective={"loss_type": "variable_prefix"}, block_size=2).num_drafted == 1
-    assert table_of(make_card(variable), "What it is")["block"] == "4 slots: 2 known, 2 drafted"
-
-
-@pytest.mark.parametrize(
-    "settings, says",
-    [
-        ({"sliding_window": None}, "whole context"),
-        ({"sliding_window": 4}, "4 tokens"),
-        ({"sliding_window": 4, "num_full_attention_layers": 1}, "4 tokens; the last layer sees the whole context"),
-        ({"sliding_window": 4, "num_full_attention_layers": 2}, "4 tokens; the last 2 layers see the whole context"),
-    ],
-)
-def test_the_context_of_each_layer_is_said(settings, says):
-    card = make_card(config(num_hidden_layers=3, **settings))
-    assert table_of(card, "What it is")["context window"] == says
-
-
-def test_dspark_card_says_what_only_it_has():
-    card = make_card(
-        dspark_config(
-            target=V41,
-            capture_point="attention_input_mean",
-            confidence_temperatures=[1.0, 1.25, 1.5, 2.0],
-            objective={"loss_type": "dspark"},
-        ),
-        METRICS,
-    )
-    facts = table_of(card, "What it is")
-    assert facts["block"].startswith("4 slots: the first slot reads the last known token")
-    assert facts["context window"] == "6 tokens" and facts["Markov head"] == "rank 8"
-    assert facts["experts"] == "5 in each layer, 2 of them and a shared one a token"
-    assert facts["confidence head"] == "reads the state after the final norm (post_norm)"
-    assert facts["confidence temperatures by slot"] == "1, 1.25, 1.5, 2"
-    assert facts["target layers read"].endswith("what enters their attention, the mean over its streams")
-    assert table_of(card, "Training")["labels"] == "the tokens of the data and the target's own distribution"
+def test_dspark_card():
+    card = make_card(dspark_config(target=V41, capture_point="attention_input_mean"), METRICS)
     code = code_of(card)
     assert code.startswith("import blockdraft") and "speculation_type" not in code and "custom_generate" in code
-    assert "blockdraft export user/draft --into TARGET_DIR" in card and '{"method": "dspark"}' in card
-    assert "SGLang feeds it the state before it" in card and "ConfidenceThreshold" in card
-
-
-def test_dspark_card_follows_the_draft():
-    card = make_card(dspark_config())
-    assert "not calibrated" in card and "`blockdraft calibrate`" in card
-    assert "for DeepSeek V4.1 targets only" in card and "--into" not in card
-    pre_norm = make_card(dspark_config(confidence_input="pre_norm", target=V41, capture_point="attention_input_mean"))
-    assert "the state before the final norm (pre_norm)" in pre_norm and "feeds it the state" not in pre_norm
-    bare = make_card(dspark_config(markov_rank=None))
-    assert table_of(bare, "What it is")["Markov head"] == table_of(bare, "What it is")["confidence head"] == "none"
-    assert "temperatures" not in bare and "calibrated" not in bare and "ConfidenceThreshold" not in bare
+    assert "ConfidenceThreshold" in card and "not calibrated" in card
+    assert "ConfidenceThreshold" not in make_card(dspark_config(markov_rank=None))
 
 
 def test_adapter_card():
@@ -257,11 +164,15 @@ def test_adapter_card():
 
 
 def test_a_published_card_names_its_repository():
+    """In every place that is kept for it, by a name that no repository can have."""
     draft = make_card(dspark_config(target=V41, capture_point="attention_input_mean"))
-    published = [card_of_repository(card, "me/mine") for card in (draft, make_adapter_card(config(), ADAPTER))]
+    cards = (draft, make_adapter_card(config(), ADAPTER))
+    published = [name_repository(card, "me/mine") for card in cards]
     assert 'draft_id, commit = "me/mine", "<commit sha>"' in code_of(published[0])
-    assert "blockdraft export me/mine --into" in published[0] and '    "me/mine", revision=' in code_of(published[1])
-    assert not any("user/draft" in card or "user/adapter" in card for card in published)
+    assert 'blockdraft export "me/mine" --into TARGET_DIR' in published[0]
+    assert '    "me/mine", revision=' in code_of(published[1]) and 'load_draft("me/mine", ' in published[1]
+    assert [card.count("me/mine") for card in published] == [card.count(THIS_REPOSITORY) for card in cards] == [2, 2]
+    assert not is_repo_id(THIS_REPOSITORY)
 
 
 def test_adapter_of_a_base_in_a_directory():
@@ -274,7 +185,7 @@ def test_adapter_of_a_base_in_a_directory():
 
 
 def test_the_code_of_the_cards_runs(tmp_path, chat_tokenizer):
-    """As it stands in the card, but for the places: what it decodes is greedy decoding of the target."""
+    """As in the card, with other places: it decodes what the target decodes greedily."""
     shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
     target = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat_tokenizer), bos_token_id=None, **shape))
     target.save_pretrained(tmp_path / "target")
@@ -283,11 +194,11 @@ def test_the_code_of_the_cards_runs(tmp_path, chat_tokenizer):
     for family, build in (("dflash", build_draft), ("dspark", build_dspark_draft)):
         draft = build(target)
         draft.save_pretrained(tmp_path / family)
-        cards[family] = card_of_repository(make_card(draft.config), str(tmp_path / family))
+        cards[family] = name_repository(make_card(draft.config), str(tmp_path / family))
     model = adapt(KimiK3DFlashDraftModel.from_pretrained(tmp_path / "dflash"), LoraConfig(r=2))
     save_adapter(tmp_path / "adapter", model)
     card = make_adapter_card(model.config, describe(model)).replace("path/to/the/base/draft", str(tmp_path / "dflash"))
-    cards["adapter"] = card_of_repository(card, str(tmp_path / "adapter"))
+    cards["adapter"] = name_repository(card, str(tmp_path / "adapter"))
     for card in cards.values():
         code = code_of(card).replace("path/to/the/target", str(tmp_path / "target")).replace("tokens=256", "tokens=8")
         names = {}
@@ -338,7 +249,7 @@ def test_what_says_nothing_or_too_much_is_left_out(make):
         for word in ("someone", "None", "nan", "null", "rows", "{{", "{%", "\n\n\n", "epoch", "noise"):
             assert word not in card, word
         assert table_of(card, "Training")["adapter"] == "r 4"
-        validate_card(card)
+        check_card(card)
 
 
 def test_a_draft_without_provenance_says_so():
@@ -365,7 +276,7 @@ def test_the_same_card_after_a_reload_anywhere(make_config, tmp_path, monkeypatc
     written = {name: (first / name).read_bytes() for name in names}
     assert {name: (second / name).read_bytes() for name in names} == written
     reloaded.save_pretrained(second)
-    rewrite_card(second, type(given).from_pretrained(second))  # with the metrics that lie there
+    rewrite_card(second, type(given).from_pretrained(second))  # with the metrics there
     assert {name: (second / name).read_bytes() for name in names} == written
     assert written["acceptance.png"].startswith(b"\x89PNG") and len(written["acceptance.png"]) < 60_000
     assert b"matplotlib" not in written["acceptance.png"]
@@ -397,7 +308,8 @@ def test_hostile_names_are_text(name, tmp_path):
     for adapter in (None, ADAPTER | {"base": name, "peft_type": name, "base_revision": name}):
         arguments = (config(**settings), metrics) if adapter is None else (config(**settings), adapter, metrics)
         card = (write_adapter_card if adapter else write_card)(tmp_path, *arguments).read_text()
-        data = validate_card(card)
+        check_card(card)
+        data = metadata(card)
         plain = " ".join(name.split())
         assert data["license"] == "other" and data["model-index"][0]["results"][0]["dataset"]["name"] == plain
         body = card.split("\n---\n", 1)[1]

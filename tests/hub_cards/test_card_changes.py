@@ -8,7 +8,7 @@ from deepseek_v41_dspark_models import tiny_dspark
 from huggingface_hub import ModelCard
 
 from blockdraft.hub_cards.card import add_to_card, write_adapter_card, write_card
-from blockdraft.hub_cards.upload import PUBLISHED
+from blockdraft.hub_cards.repository_files import PUBLISHED
 from blockdraft.trainer.evaluation.calibration import save_temperatures
 
 

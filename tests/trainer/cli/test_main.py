@@ -187,7 +187,7 @@ def test_every_command_has_help(capsys):
             ["train", "--target", "x", "--train_data", "y", "--num_anchors", "0"],
             "`num_anchors` is 0: it must be positive.",
         ),
-        (["train", "--target", "x", "--train_data", "y", "--license", "MIT"], "`license` is 'MIT', which is not how"),
+        (["train", "--target", "x", "--train_data", "y", "--license", "other"], "`license_name` is missing"),
         (["train", "--target", "x", "--train_data", "y", "--datasets", "a.jsonl"], "`datasets` has 'a.jsonl'"),
         (["generate", "{tmp}/t", "d", "hi"], "`target`: there is no directory {tmp}/t"),
         (["train", "--target", "{target}", "--train_data", "{tmp}/no.jsonl"], "data: there is no file {tmp}/no.jsonl"),
@@ -216,6 +216,7 @@ def test_every_command_has_help(capsys):
             "are two ways to cut: give one.",
         ),
         (["evaluate", "t", "no/draft", "--data", "x", "--card", "c"], "`draft` is 'no/draft', give its directory."),
+        (["evaluate", "t", "d", "--data", "x", "--card", "c", "--benchmark_task", "tau"], "and `card` is 'c'"),
         (["calibrate", "t", "no/draft", "--data", "x"], "`draft` is 'no/draft': give a directory"),
         (
             ["train", "--target", "t", "--train_data", "y", "--data_mix", "0.5", "0.5"],

@@ -215,7 +215,7 @@ def test_of_the_hub_s_checkpoints_no_weights_are_read(published):
 
 
 def test_code_that_is_not_in_the_cache_is_no_fault(published, hub, monkeypatch):
-    """Only what the Hub, where it answers, has not either."""
+    """Only what is not on the Hub either, where that answers, is one."""
     load_draft(REPO)  # by the package's own classes
     hub.faults = [Fault("/api/", 503, times=100)]
     for offline in (True, False):

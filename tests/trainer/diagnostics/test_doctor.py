@@ -5,12 +5,8 @@ import json
 import pytest
 from counting_pairs import chats, counting_tokenizer
 from doctor_patients import FEW, sound_rows, sound_target
-from huggingface_hub.dataclasses import strict
-from torch import nn
+from third_draft import ThirdConfig, ThirdModel, add_third_family
 
-from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.families import DSPARK, FAMILIES, DraftFamily
-from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.cli.main import main
 from blockdraft.trainer.diagnostics.doctor import doctor
@@ -34,27 +30,9 @@ def test_a_sound_pair_has_no_fault_and_no_warning(kind, sound_drafts):
     assert draft.config.to_dict() == before
 
 
-@strict
-class ThirdConfig(KimiK3DFlashConfig):
-    model_type = "third"
-
-    markov_rank: int | None = 4
-
-
-class ThirdModel(KimiK3DFlashDraftModel):
-    """Proposes the number after the token before, whatever its weights."""
-
-    config_class = ThirdConfig
-    drafts_in_sequence = True
-
-    def slot_logits(self, base_logits, previous_token_ids, hidden_states):
-        next_ids = (previous_token_ids + 1).clamp(max=base_logits.shape[-1] - 1)
-        return base_logits + 100 * nn.functional.one_hot(next_ids, base_logits.shape[-1]).to(base_logits)
-
-
 def test_a_draft_of_another_family(monkeypatch):
     """A line in the table of families is all that the doctor needs to know of it."""
-    monkeypatch.setitem(FAMILIES, "third", DraftFamily(DSPARK, ThirdConfig, ThirdModel, "kimi_k3"))
+    add_third_family(monkeypatch)
     target, tokenizer = sound_target(), counting_tokenizer()
     record = {"target": target_record(target, tokenizer), "training": {"global_step": 1, "epoch": 1.0}}
     shape = {"target_layer_ids": [1, 3], "is_causal": False, "sliding_window": None}
