@@ -13,7 +13,8 @@ from .measured import Acceptance
 # To judge on; to judge a slot that hardly any round gets to; to decode for the confidence head.
 LEAST_ROUNDS, SLOT_ROUNDS, CONFIDENCE_ROUNDS = 20, 100, 300
 USELESS = 0.02  # a drafted slot that fewer rounds get past costs more than it brings
-OWN_ANSWERS = "Train on the target's own answers (`blockdraft regenerate`); judge on prompts held out from training."
+REGENERATE = "Train on the target's own answers (`blockdraft regenerate`); judge on prompts held out from training."
+LOOPS = "Look at the target's text: template, sampling (greedy loops more), stop tokens. Loops flatter tau."
 LEAK = (
     "The training saw what it had to predict (context past the anchor, evaluation rows), or another target, tokenizer "
     "or layers than now: train with `blockdraft train`, which masks both."
@@ -68,15 +69,10 @@ def _loops(report: DecodingReport) -> Finding:
 
 
 DECODED = (
-    Check("decoding", "report base", _decoding, OWN_ANSWERS),
+    Check("decoding", "report base", _decoding, REGENERATE),
     Check("training against decoding", "report logged", _training, LEAK),
     Check("block size", "report", _block_size),
-    Check(
-        "looping answers",
-        "report",
-        _loops,
-        "Look at the target's text: template, sampling, stop tokens. Loops flatter tau.",
-    ),
+    Check("looping answers", "report", _loops, LOOPS),
 )
 
 

@@ -27,19 +27,20 @@ def confidence_of_its_own(patient: Patient) -> None:
     patient.settings(confidence_temperatures=[10.0] * 4)
 
 
+# Each with the draft, the check that finds it, and prompts enough to judge by.
 PLANTED = {
-    another_block_size: ("dflash", "block size"),
-    trained_with_a_leak: ("dflash", "training against decoding"),
-    confidence_of_its_own: ("dspark", "confidence"),
+    another_block_size: ("dflash", "block size", 24),
+    trained_with_a_leak: ("dflash", "training against decoding", 2),
+    confidence_of_its_own: ("dspark", "confidence", 7),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_fault_shows_in_decoding(plant, admit):
-    kind, check = PLANTED[plant]
+    kind, check, prompts = PLANTED[plant]
     patient = admit(kind)
     plant(patient)
-    assert_found(patient.examine(measure=True, num_prompts=len(patient.rows), max_new_tokens=32), check)
+    assert_found(patient.examine(measure=True, num_prompts=prompts, max_new_tokens=32), check)
 
 
 def test_decoding_is_held_against_teacher_forcing():

@@ -25,7 +25,7 @@ def test_a_sound_pair_has_no_fault_and_no_warning(kind, sound_drafts):
     # Looking changes nothing, and a draft in memory is as sound as its folder.
     draft = load_draft(str(sound_drafts[kind]))
     before = draft.config.to_dict()
-    in_memory = doctor(sound_target(), tokenizer, draft, sound_rows()[FEW], num_prompts=1, max_new_tokens=8)
+    in_memory = doctor(sound_target(), tokenizer, draft, sound_rows()[FEW], num_prompts=1, max_new_tokens=4)
     assert {finding.status for finding in in_memory} <= {"ok", SKIPPED}
     assert draft.config.to_dict() == before
 
