@@ -23,7 +23,7 @@ from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.evaluation.calibration import decode_rounds, fit_sequential_temperatures
 from blockdraft.trainer.evaluation.decoding import compare_schedules, held_out_prompts
 from blockdraft.trainer.evaluation.report import DecodingReport, markdown_table
-from blockdraft.trainer.runs import load_target
+from blockdraft.trainer.loading import load_target
 from examples.chitchat.corpus import prompts, split
 from examples.chitchat.demo import DEMOS, Demo, encode, train, unseen_prompts
 from examples.chitchat.target_model import target_dir

@@ -16,7 +16,7 @@ from matplotlib.patches import FancyBboxPatch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft import block_decode
-from blockdraft.trainer.runs import load_draft, load_target
+from blockdraft.trainer.loading import load_draft, load_target
 
 GREY, GREEN, RED, BLUE = "#e4e4e4", "#b7e1b0", "#f4b9b3", "#b5d0f0"
 LEGEND = {"known token": GREY, "drafted, accepted": GREEN, "drafted, rejected": RED, "the target's own": BLUE}

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from blockdraft.trainer.data.dataset import prepare_dataset
 from blockdraft.trainer.evaluation.report import markdown_table
-from blockdraft.trainer.runs import load_target, new_draft, new_trainer
+from blockdraft.trainer.loading import load_target, new_draft, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 RUN = Path("runs/smollm2")

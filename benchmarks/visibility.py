@@ -19,7 +19,7 @@ from transformers import set_seed
 
 from blockdraft.trainer.evaluation.decoding import evaluate_decoding, held_out_prompts
 from blockdraft.trainer.evaluation.report import markdown_table
-from blockdraft.trainer.runs import load_target
+from blockdraft.trainer.loading import load_target
 from examples.chitchat.demo import DEMOS, train
 from examples.chitchat.target_model import target_dir
 

@@ -18,7 +18,7 @@ accelerate launch --num_processes 8 examples/train_dflash.py --target Qwen/Qwen3
     --gradient_accumulation_steps 2 --bf16 --save_steps 500 --push_to_hub --hub_model_id owner/Qwen3-4B-DFlash
 ```
 
-The same command goes on from the last checkpoint. `--help` lists all settings, those of TrainingArguments included.
+The same command resumes from the last checkpoint. `--help` lists all settings, those of TrainingArguments included.
 """
 
 import os
@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from blockdraft import DraftTrainer, DraftTrainingArguments
 from blockdraft.trainer.data.dataset import prepare_dataset
-from blockdraft.trainer.runs import new_draft
+from blockdraft.trainer.loading import new_draft
 
 
 @dataclass

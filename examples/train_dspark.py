@@ -19,7 +19,7 @@ accelerate launch --num_processes 8 examples/train_dspark.py --target Qwen/Qwen3
 ```
 
 A DeepSeek V4.1 target says itself what its draft is: leave the shape out. `blockdraft calibrate` fits the confidence
-afterwards. The same command goes on from the last checkpoint. `--help` lists all settings.
+afterwards. The same command resumes from the last checkpoint. `--help` lists all settings.
 """
 
 import os
@@ -30,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from blockdraft import DraftTrainingArguments, DSparkTrainer
 from blockdraft.trainer.data.dataset import prepare_dataset
-from blockdraft.trainer.runs import new_draft
+from blockdraft.trainer.loading import new_draft
 
 
 @dataclass

@@ -41,7 +41,8 @@ def pip(command: str, *args: str) -> None:
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {name for name in names if not name.startswith(f"{DIST_INFO}/")}
-    expected = {"blockdraft/__init__.py", "blockdraft/py.typed"}
+    expected = {f"blockdraft/{path.name}" for path in (*ROOT.glob("*.py"), ROOT / "py.typed")}
+    assert {"blockdraft/__init__.py", "blockdraft/__main__.py", "blockdraft/auto_registration.py"} <= expected
     for package in PACKAGES:
         expected |= {f"blockdraft/{path.relative_to(ROOT)}" for path in (ROOT / package).rglob("*.py")}
     expected |= {f"blockdraft/hub_cards/templates/{path.name}" for path in (ROOT / "hub_cards").glob("templates/*.md")}
@@ -59,6 +60,8 @@ def test_wheel_has_the_command_and_its_requirements(wheel):
         "License-Expression: Apache-2.0",
         "Requires-Dist: torch>=2.11",
         "Requires-Dist: transformers>=5.24",
+        "Requires-Dist: tqdm",
+        "Requires-Dist: pyarrow",
         'Requires-Dist: chitchat-dataset; extra == "demo"',
     ):
         assert line in metadata.splitlines()
@@ -67,18 +70,17 @@ def test_wheel_has_the_command_and_its_requirements(wheel):
 def test_installed_wheel_works_away_from_the_repository(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", "--target", str(site), str(wheel))
-    assert (site / "bin" / "blockdraft").is_file()
+    environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+    for command in ([site / "bin" / "blockdraft"], [sys.executable, "-m", "blockdraft"]):
+        answer = subprocess.run([*command, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert answer.stdout == f"blockdraft {blockdraft.__version__}\n", answer.stderr
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     location, *modules = result.stdout.split()
     assert Path(location) == site / "blockdraft" / "__init__.py"
     for package in PACKAGES:
-        for path in (ROOT / package).glob("*.py"):
-            name = f"blockdraft.{package}" if path.stem == "__init__" else f"blockdraft.{package}.{path.stem}"
-            assert name in modules
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            assert ".".join(("blockdraft", *parts)).removesuffix(".__init__") in modules

@@ -13,9 +13,9 @@ from datasets import IterableDataset
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerState
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 from transformers.utils import logging
@@ -44,6 +44,7 @@ from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, block_loss, slot_weights
 from .objectives.log_window import LogWindow
 from .training_args import DraftTrainingArguments
+from .training_log import TrainingLog
 
 logger = logging.get_logger(__name__)
 
@@ -116,6 +117,8 @@ class DraftTrainer(HeldOutEvaluation, HubPushing, Trainer):
             if args.accelerator_config.dispatch_batches is None:
                 args.accelerator_config.dispatch_batches = False  # batches of different widths cannot be dispatched
         super().__init__(model=model, args=args, **kwargs)
+        self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        self.add_callback(TrainingLog)
         self.loss_is_scaled_for_ga = True
         self._saving = False
         self._row_order = torch.Generator()

@@ -31,21 +31,14 @@ from blockdraft.trainer.data.dataset import prepare_dataset
 from blockdraft.trainer.data.regenerate import regenerate
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.evaluation.calibration import calibrate, split_prompts
-from blockdraft.trainer.evaluation.decoding import compare_schedules, fastest_block_size, held_out_prompts
+from blockdraft.trainer.evaluation.decoding import compare_schedules, cost_table, fastest_block_size, held_out_prompts
 from blockdraft.trainer.evaluation.report import DecodingReport, markdown_table
 from blockdraft.trainer.evaluation.run_report import write_calibration, write_report
 from blockdraft.trainer.interrupt import SaveOnInterrupt
-from blockdraft.trainer.runs import (
-    TimeEstimate,
-    cost_table,
-    load_draft,
-    load_target,
-    minutes,
-    new_draft,
-    new_trainer,
-    train_draft,
-)
+from blockdraft.trainer.loading import load_draft, load_target, new_draft, new_trainer
+from blockdraft.trainer.runs import TimeEstimate, train_draft
 from blockdraft.trainer.training_args import DraftTrainingArguments
+from blockdraft.trainer.training_log import minutes
 
 from .corpus import prompts, split
 from .target_model import target_dir
@@ -359,5 +352,5 @@ if __name__ == "__main__":
     try:
         main(DEMOS[options.draft], options.run_dir or Path(f"runs/chitchat_{options.draft}"))
     except KeyboardInterrupt as interrupt:
-        print(f"\ninterrupted {interrupt}; the same command goes on from there.", file=sys.stderr)
+        print(f"\ninterrupted {interrupt}; the same command resumes from there.", file=sys.stderr)
         sys.exit(130)

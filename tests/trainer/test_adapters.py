@@ -25,7 +25,8 @@ from blockdraft.trainer.adapters import load_merged, read_record, save_adapter
 from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 from blockdraft.trainer.evaluation.calibration import save_temperatures
-from blockdraft.trainer.runs import load_draft, train_draft
+from blockdraft.trainer.loading import load_draft
+from blockdraft.trainer.runs import train_draft
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors"}

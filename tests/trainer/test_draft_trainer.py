@@ -27,7 +27,8 @@ from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashCo
 from blockdraft.hub_cards.card import make_card
 from blockdraft.modeling.target.target_features import decoder_layers
 from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
-from blockdraft.trainer.training_args import DraftTrainingArguments, default_loss_decay_gamma
+from blockdraft.trainer.training_args import DraftTrainingArguments
+from blockdraft.trainer.training_settings import default_loss_decay_gamma
 
 
 @pytest.mark.parametrize("loss_type", ["fixed_anchor", "variable_prefix"])

@@ -19,7 +19,7 @@ from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import Deepse
 from blockdraft.modeling.target.target_features import decoder_layers
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
-from blockdraft.trainer.runs import load_draft
+from blockdraft.trainer.loading import load_draft
 
 BLOCK = 4
 

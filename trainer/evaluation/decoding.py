@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from ...modeling.decoding.block_decoding import block_decode
-from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable
+from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
 from ...modeling.decoding.plain_decoding import plain_decode
 from ..data.loss_mask import supervised_runs
 from .report import GREEDY, OFF, Answer, DecodingReport
@@ -194,6 +194,15 @@ def eval_mode(*models: PreTrainedModel) -> Iterator[None]:
     finally:
         for model, mode in zip(models, training, strict=True):
             model.train(mode)
+
+
+def cost_table(
+    target: PreTrainedModel, draft: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int = 64
+) -> CostTable:
+    """What rounds cost on this machine, measured on answers to a prompt, with both models in evaluation mode."""
+    input_ids = torch.tensor([list(prompt)], device=target.device)
+    with eval_mode(target, draft):
+        return measure_cost_table(target, draft, input_ids, max_new_tokens)
 
 
 def answer_settings(

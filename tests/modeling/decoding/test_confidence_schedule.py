@@ -19,7 +19,7 @@ from blockdraft.modeling.decoding.confidence_schedule import (
     throughputs,
 )
 from blockdraft.modeling.decoding.plain_decoding import TokenSequence
-from blockdraft.trainer.runs import cost_table
+from blockdraft.trainer.evaluation.decoding import cost_table
 
 LINEAR = {"tokens": [1, 2, 3, 4, 5, 6], "seconds": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
 

@@ -14,7 +14,7 @@ from blockdraft.hub_cards.card import write_card
 from blockdraft.hub_cards.upload import publish
 from blockdraft.trainer.diagnostics.checkpoint import check_code, draft_folder, logged_training
 from blockdraft.trainer.diagnostics.findings import FAULT, SKIPPED
-from blockdraft.trainer.runs import load_draft
+from blockdraft.trainer.loading import load_draft
 
 
 def no_layout_flag(patient: Patient) -> None:

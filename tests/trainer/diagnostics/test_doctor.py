@@ -11,7 +11,7 @@ from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.cli.main import main
 from blockdraft.trainer.diagnostics.doctor import doctor
 from blockdraft.trainer.diagnostics.findings import FAULT, SKIPPED, WARNING
-from blockdraft.trainer.runs import load_draft
+from blockdraft.trainer.loading import load_draft
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -14,7 +14,7 @@ from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashCo
 from blockdraft.trainer.diagnostics.doctor import doctor
 from blockdraft.trainer.diagnostics.findings import FAULT
 from blockdraft.trainer.diagnostics.measured import Acceptance, changed, gain, other_views
-from blockdraft.trainer.runs import load_draft
+from blockdraft.trainer.loading import load_draft
 
 
 def layers_counted_from_one(patient: Patient) -> None:

@@ -1,0 +1,55 @@
+"""`blockdraft calibrate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..training_settings import setting
+from .arguments import HELD_OUT_ROWS, MAX_LENGTH, TEMPLATE_KWARGS, SamplingArguments, TargetArguments, read_json
+
+
+@dataclass
+class CalibrateArguments:
+    """Held-out prompts, from which is learned how often a slot of a given confidence is accepted."""
+
+    draft: str = setting("The draft, a directory: the fitted temperatures are written into its configuration.")
+    data: list[str] = setting(HELD_OUT_ROWS)
+    num_prompts: int = setting("Most prompts, evenly spaced over the data; a part is fitted on.", default=4000)
+    rounds: int = setting("Rounds to measure on; half as many are fitted on.", default=5000)
+    max_new_tokens: int = setting("Longest answer in tokens.", default=256)
+    max_length: int = setting(MAX_LENGTH, default=4096)
+    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
+    output: str | None = setting("Folder for the figures and the reliability plot (the draft's).", default=None)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.num_prompts < 2 or self.rounds < 1:
+            name, least = ("num_prompts", 2) if self.num_prompts < 2 else ("rounds", 1)
+            raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least {least}.")
+
+
+SETTINGS = {"Target": TargetArguments, "Calibration": CalibrateArguments, "Sampling": SamplingArguments}
+POSITIONALS = ("target", "draft")
+
+
+def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: SamplingArguments) -> None:
+    """Fits a temperature to each slot of a draft's confidence head on decoded prompts, writes them into the draft's
+    configuration, and reports on other prompts how well confidence meets acceptance, before and after. Sample as the
+    draft will be served."""
+    from transformers import GenerationConfig, set_seed
+
+    from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
+    from ..evaluation.run_report import write_calibration
+    from .opening import open_draft, open_prompts, open_target
+
+    if not Path(args.draft).is_dir():
+        raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is rewritten.")
+    target, tokenizer = open_target(target_args)
+    draft = open_draft(target, tokenizer, target_args, args.draft)
+    fit, test = split_prompts(open_prompts(args, tokenizer))
+    set_seed(sampling_args.seed)
+    config = GenerationConfig(**sampling_args.generation())
+    report = calibrate(target, draft, fit, test, args.max_new_tokens, args.rounds, config)
+    saved = save_temperatures(draft, report.temperatures, args.draft)
+    print(report.table(), report.summary(), sep="\n\n")
+    path = write_calibration(args.output or args.draft, report)
+    print(f"The temperatures are in {saved}, the figures in {path}.")

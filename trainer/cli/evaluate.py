@@ -1,0 +1,74 @@
+"""`blockdraft evaluate`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..training_settings import setting
+from .arguments import (
+    DRAFT_REVISION,
+    HELD_OUT_ROWS,
+    MAX_LENGTH,
+    TEMPLATE_KWARGS,
+    ScheduleArguments,
+    TargetArguments,
+    read_json,
+)
+
+
+@dataclass
+class EvaluateArguments:
+    """Held-out prompts to decode."""
+
+    draft: str = setting("The draft: a directory or a Hub id.")
+    data: list[str] = setting(HELD_OUT_ROWS)
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
+    num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=32)
+    max_new_tokens: int = setting("Longest answer in tokens.", default=128)
+    max_length: int = setting(MAX_LENGTH, default=4096)
+    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
+    output: str | None = setting("JSON file to write the figures to.", default=None)
+    card: str | None = setting(
+        "Name of the data, e.g. owner/name or HumanEval: puts the figures into the card of `draft`, a directory.",
+        default=None,
+    )
+    benchmark_task: str | None = setting(
+        "Where `card` is a benchmark of the Hub that ranks drafts by tau: its task, as in its eval.yaml. The Hub then "
+        "reads tau from .eval_results as well.",
+        default=None,
+    )
+
+    def __post_init__(self):
+        from ...hub_cards.rules import is_hub_id  # which imports transformers
+
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+        if self.benchmark_task and not is_hub_id(self.card):
+            raise ValueError(
+                f"`benchmark_task` belongs to a benchmark on the Hub, and `card` is {self.card!r}: name one there."
+            )
+
+
+SETTINGS = {"Target": TargetArguments, "Evaluation": EvaluateArguments, "Confidence schedule": ScheduleArguments}
+POSITIONALS = ("target", "draft")
+
+
+def run(target_args: TargetArguments, args: EvaluateArguments, schedule_args: ScheduleArguments) -> None:
+    """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
+    from ...hub_cards.card import CARD, add_to_card
+    from ..evaluation.decoding import evaluate_decoding
+    from .opening import open_draft, open_prompts, open_schedule, open_target
+
+    if args.card and not Path(args.draft, "config.json").is_file():
+        raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
+    target, tokenizer = open_target(target_args)
+    draft = open_draft(target, tokenizer, target_args, args.draft, args.draft_revision)
+    prompts = open_prompts(args, tokenizer)
+    schedule = open_schedule(schedule_args, target, draft, prompts[0])
+    report = evaluate_decoding(target, draft, prompts, args.max_new_tokens, confidence_schedule=schedule)
+    print(report.table())
+    if args.output:
+        Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if args.card:
+        task = {"benchmark_task": args.benchmark_task} if args.benchmark_task else {}
+        add_to_card(args.draft, draft.config, args.card, report.headline() | task)
+        print(f"The figures are in {Path(args.draft) / CARD}.")

@@ -1,0 +1,68 @@
+"""`blockdraft generate`."""
+
+from dataclasses import dataclass
+
+from ..training_settings import setting
+from .arguments import DRAFT_REVISION, SamplingArguments, ScheduleArguments, TargetArguments, read_json
+
+
+@dataclass
+class GenerateArguments:
+    """One prompt."""
+
+    draft: str = setting("The draft: a directory or a Hub id.")
+    prompt: str = setting("What the user says; the chat template is applied if the tokenizer has one.")
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
+    max_new_tokens: int = setting("Longest answer in tokens.", default=256)
+    template_kwargs: dict | str | None = setting("JSON for the chat template.", default=None)
+
+    def __post_init__(self):
+        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+
+
+SETTINGS = {
+    "Target": TargetArguments,
+    "Prompt": GenerateArguments,
+    "Sampling": SamplingArguments,
+    "Confidence schedule": ScheduleArguments,
+}
+POSITIONALS = ("target", "draft", "prompt")
+
+
+def run(
+    target_args: TargetArguments,
+    args: GenerateArguments,
+    sampling_args: SamplingArguments,
+    schedule_args: ScheduleArguments,
+) -> None:
+    """Answers one prompt, token by token as they come, and says how many tokens the draft brought per round."""
+    from transformers import TextStreamer, set_seed
+
+    from ...modeling.decoding.block_decoding import block_decode
+    from ..data.loss_mask import apply_template
+    from .opening import open_draft, open_schedule, open_target
+
+    target, tokenizer = open_target(target_args)
+    draft = open_draft(target, tokenizer, target_args, args.draft, args.draft_revision)
+    set_seed(sampling_args.seed)
+    if tokenizer.chat_template is None:
+        inputs = tokenizer(args.prompt, return_tensors="pt")
+    else:
+        messages = [{"role": "user", "content": args.prompt}]
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = apply_template(tokenizer, messages, **options, **(args.template_kwargs or {}))
+    input_ids = inputs["input_ids"].to(target.device)
+    schedule = open_schedule(schedule_args, target, draft, input_ids[0].tolist())
+    output = block_decode(
+        target,
+        input_ids,
+        draft=draft,
+        confidence_schedule=schedule,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=args.max_new_tokens,
+        return_dict_in_generate=True,
+        **sampling_args.generation(),
+    )
+    new, rounds = output.sequences.shape[1] - input_ids.shape[1], len(output.accepted_lengths)
+    tau = f"tau {sum(output.accepted_lengths) / rounds:.2f}, " if rounds else ""
+    print(f"\n[{new} tokens in {rounds} rounds: {tau}{new / output.seconds['total']:.1f} tokens/s]")

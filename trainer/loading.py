@@ -1,0 +1,127 @@
+"""Targets, drafts and their trainers: loaded by name, or new."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from ..modeling.families import DFLASH, DSPARK, FAMILIES, family_of
+from ..modeling.target.mask_tokens import propose_mask_token_ids
+from .adapters import is_adapter, load_merged
+from .draft_trainer import DraftTrainer
+from .dspark_trainer import DSparkTrainer
+
+logger = logging.get_logger(__name__)
+
+TRAINERS = {DFLASH: DraftTrainer, DSPARK: DSparkTrainer}
+
+
+def load_target(
+    name: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target in evaluation mode, on a GPU where there is one, and its tokenizer.
+
+    Raises:
+        ValueError: if a local path does not exist.
+        OSError: if the Hub does not have it.
+    """
+    check_path("target", name)
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **where).eval()
+    return (target if device_map else target.to(default_device())), tokenizer
+
+
+def load_draft(
+    name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedModel:
+    """A saved draft, or a base draft with a saved adapter merged into it, in evaluation mode, on a GPU where there is
+    one. `revision` is a commit, branch or tag of the repository that holds the draft or the adapter.
+
+    Raises:
+        ValueError: if a local path does not exist, or its configuration is not a draft's.
+        OSError: if the Hub does not have it.
+    """
+    check_draft(name, revision)
+    load = load_merged if is_adapter(name, revision) else AutoModel.from_pretrained
+    draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision)
+    return draft.to(default_device()).eval()
+
+
+def new_draft(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft_type: str = "dflash",
+    mask_token_id: int | None = None,
+    rows: Iterable[Mapping] | None = None,
+    **shape,
+) -> PreTrainedModel:
+    """
+    An untrained fp32 draft for a target.
+
+    Args:
+        draft_type: a name in [`~blockdraft.modeling.families.FAMILIES`].
+        mask_token_id: default: the first of [`propose_mask_token_ids`], which is printed.
+        rows: the data, for a target whose vocabulary has no token that is free in any text.
+        shape: that of the configuration's `from_target_config`.
+
+    Raises:
+        ValueError: if a setting of the shape cannot be, or is not one of this family's.
+    """
+    check_shape(draft_type, shape)
+    family = FAMILIES[draft_type]
+    # A DeepSeek V4.1 target names the mask token of its DSpark draft.
+    named = family.method == DSPARK and isinstance(target.config.get_text_config(), DeepseekV41TextConfig)
+    if mask_token_id is None and not named:
+        mask_token_id = propose_mask_token_ids(tokenizer, len(target.get_input_embeddings().weight), rows)[0]
+        token = tokenizer.convert_ids_to_tokens(mask_token_id) or "a row of the embedding without a token"
+        print(f"mask_token_id: {mask_token_id}, {token}", flush=True)
+    return family.model(family.config.from_target_config(target.config, mask_token_id=mask_token_id, **shape))
+
+
+def check_shape(draft_type: str, shape: Iterable[str]) -> None:
+    """Raises a `ValueError` if there is no such family of drafts, or it has none of the settings in `shape`, which
+    `from_target_config` would keep as attributes without a meaning."""
+    if draft_type not in FAMILIES:
+        raise ValueError(f"`draft_type` is {draft_type!r}; choose one of {', '.join(FAMILIES)}.")
+    settings = {name: _settings(family.config) for name, family in FAMILIES.items()}
+    for name in shape:
+        if name not in settings[draft_type]:
+            owners = [owner for owner, known in settings.items() if name in known]
+            whose = f"belongs to `draft_type` {' or '.join(owners)}" if owners else "is not a setting of a draft"
+            raise ValueError(f"`{name}` {whose}; this draft is a {draft_type}.")
+
+
+def _settings(config: type) -> set[str]:
+    """What `from_target_config` of a draft's configuration takes, beside the target's."""
+    return {"num_draft_layers"} | {field.name for field in fields(config)}
+
+
+def new_trainer(draft: PreTrainedModel, *args, **kwargs) -> DraftTrainer:
+    """The trainer of a draft's method; the arguments are those of [`DraftTrainer`]."""
+    return TRAINERS[family_of(draft.config).method](draft, *args, **kwargs)
+
+
+def check_path(setting: str, name: str) -> None:
+    """Raises a `ValueError` for a path that looks local and does not exist, before the Hub is asked for it."""
+    if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"`{setting}`: there is no directory {name}")
+
+
+def check_draft(name: str, revision: str | None) -> None:
+    """[`check_path`] of a draft; warns of a revision beside a directory."""
+    check_path("draft", name)
+    if revision and os.path.isdir(name):
+        logger.warning(f"`draft_revision` is ignored: `draft` is a directory, {name}.")
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

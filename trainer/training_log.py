@@ -1,0 +1,79 @@
+"""What a training run shows: one line a log, above a progress bar that stays. The line has the few figures that one
+watches; all of them go to `log_history`, to the trackers of `report_to` and to the report."""
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+# Figures of a [`LogWindow`] that a line shows, in this order.
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.3f}",
+    "estimated_tau": "estimated tau {:.2f}",
+    "tau": "tau {:.2f}",
+    "supervised_tokens_per_second": "{:,.0f} tokens/s",
+    "learning_rate": "lr {:.2e}",
+}
+MARK = "rows_without_anchor"  # a figure that every window has, behind its prefix
+
+
+def minutes(seconds: float) -> str:
+    """A duration as text, in hours and minutes or in minutes and seconds."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def say(text: str) -> None:
+    """Prints a line above the progress bars there are."""
+    with tqdm.external_write_mode():
+        print(text, flush=True)
+
+
+def log_line(logs: dict[str, float], step: int, max_steps: int) -> str:
+    """
+    One line for what [`~transformers.Trainer`] logs at a time.
+
+    Args:
+        logs: figures of a training window, of an evaluation (behind its prefix, `eval_` or that of a data set), of the
+            whole training at its end, or others, which are then all shown.
+        step: optimizer steps taken.
+        max_steps: those of the whole run; 0 outside of training.
+    """
+    parts = [f"step {step}/{max_steps}" if max_steps else f"step {step}"]
+    mark = next((name for name in logs if name.endswith(MARK)), None)
+    if mark is not None:
+        prefix = mark.removesuffix(MARK)
+        parts += [prefix.removesuffix("_")] if prefix else []
+        parts += [text.format(logs[prefix + name]) for name, text in SHOWN.items() if prefix + name in logs]
+    elif "train_runtime" in logs:
+        parts += [f"trained in {minutes(logs['train_runtime'])}", f"mean loss {logs['train_loss']:.4f}"]
+    else:
+        parts += [f"{name} {value:.4g}" for name, value in logs.items()]
+    return " | ".join(parts)
+
+
+class TrainingLog(TrainerCallback):
+    """Prints [`log_line`] of every log on the main process. The progress bar above which it stands is left out with
+    `disable_tqdm` and where the output is no terminal."""
+
+    def __init__(self):
+        self.bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            hidden = True if args.disable_tqdm else None  # None: unless it is a terminal
+            self.bar = tqdm(
+                desc="training", total=state.max_steps, initial=state.global_step, disable=hidden, dynamic_ncols=True
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            say(log_line(logs, state.global_step, state.max_steps))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None

@@ -1,0 +1,154 @@
+"""The settings of block-parallel training, with the papers' defaults. Importing them does not import torch."""
+
+import math
+import os
+from dataclasses import dataclass, field, fields
+
+# Each objective with the settings that only it reads. A draft's block layout decides which objectives it can have.
+OBJECTIVES = {
+    "fixed_anchor": [],
+    "variable_prefix": ["prefix_weight_base"],
+    "dspark": [
+        "ce_loss_alpha",
+        "l1_loss_alpha",
+        "confidence_head_alpha",
+        "confidence_head_stop_gradient",
+        "expert_bias_step",
+    ],
+}
+# Settings of TrainingArguments that need labels, or token ids, in the draft's forward, and what switches them off.
+NOT_TAKEN = {"include_num_input_tokens_seen": "no", "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+POSITIVE = ("num_anchors", "prefix_weight_base")
+NOT_NEGATIVE = (
+    "eval_decode_prompts",
+    "eval_max_new_tokens",
+    "loss_decay_gamma",
+    "expert_bias_step",
+    "ce_loss_alpha",
+    "l1_loss_alpha",
+    "confidence_head_alpha",
+)
+
+
+def setting(help: str, **kwargs):
+    """A dataclass field with its line of help; required unless it has a `default` or a `default_factory`."""
+    return field(metadata={"help": help}, **kwargs)
+
+
+def default_loss_decay_gamma(block_size: int) -> float:
+    """The decay length, in slots, that DFlash (arXiv 2602.06036) uses for a block size: 7 at 16, 5 at 10, 4 at 8."""
+    return 4.0 if block_size <= 8 else 5.0 if block_size <= 10 else 7.0
+
+
+@dataclass
+class TrainingSettings:
+    """
+    What [`~blockdraft.trainer.training_args.DraftTrainingArguments`] has beside the settings of transformers, and the
+    defaults that it changes. Learning rate, warm-up, weight decay and clipping default to DSpark's (arXiv 2607.05147),
+    anchors and decay to DFlash's (arXiv 2602.06036).
+    """
+
+    loss_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "Objective: fixed_anchor or variable_prefix for DFlash drafts, dspark for DSpark drafts. Default: "
+            "the first that suits the draft.",
+            "choices": list(OBJECTIVES),
+        },
+    )
+    num_anchors: int = setting("Most blocks trained at once in each row.", default=512)
+    loss_decay_gamma: float | None = setting(
+        "Decay of the loss over a block's slots, in slots; 0: no decay. Default: by block size.", default=None
+    )
+    prefix_weight_base: float = setting(
+        "variable_prefix: how likely a prefix is, relative to one that is a token shorter.", default=0.9
+    )
+    ce_loss_alpha: float = setting("dspark: weight of the cross entropy.", default=0.1)
+    l1_loss_alpha: float = setting("dspark: weight of the distance to the target's distribution.", default=0.9)
+    confidence_head_alpha: float = setting(
+        "dspark: weight of the confidence head's cross entropy; 0 leaves that head untrained.", default=1.0
+    )
+    confidence_head_stop_gradient: bool = setting(
+        "dspark: the confidence loss trains the confidence head alone.", default=False
+    )
+    expert_bias_step: float = setting(
+        "dspark: step of the router bias that balances the experts' load; 0: off.", default=1e-3
+    )
+    loss_chunk_size: int | None = setting(
+        "Supervised slots whose logits are in memory at the same time. Default: by vocabulary and device, 64 MB of "
+        "logits on a CPU, 256 MB on a GPU, at least 64 slots.",
+        default=None,
+    )
+    muon: bool = setting(
+        "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW. Not for "
+        "adapters, FSDP and DeepSpeed.",
+        default=True,
+    )
+    cache_features: bool = setting(
+        "Keep the target's states of every row on disk during the run, so that only the first epoch runs the target. "
+        "A token takes its features' width (layers read times hidden size) in the target's dtype.",
+        default=False,
+    )
+    eval_decode_prompts: int = setting(
+        "Held-out prompts that each evaluation decodes; 0: the loss alone, which is all that FSDP and ZeRO-3 can do.",
+        default=16,
+    )
+    eval_max_new_tokens: int = setting("Longest answer of these prompts, in tokens.", default=64)
+    license: str | None = setting(
+        "Licence of the draft, for its card, as the Hub names it, e.g. apache-2.0; or other.", default=None
+    )
+    license_name: str | None = setting("What a licence of your own (other) is called.", default=None)
+    license_link: str | None = setting(
+        "Where that licence can be read: a URL, or LICENSE for a file in the repository.", default=None
+    )
+    datasets: list[str] | None = setting(
+        "Hub ids of the datasets that the training data come from, for the card.", default=None
+    )
+
+    learning_rate: float = setting("Peak learning rate.", default=6e-4)
+    lr_scheduler_type: str = setting("Learning rate schedule.", default="cosine")
+    warmup_steps: float = setting("Warm-up steps; below 1, a share of all steps.", default=0.04)
+    weight_decay: float = setting("Weight decay.", default=0.0)
+    remove_unused_columns: bool = setting(
+        "Must stay false: row ids and loss masks are columns that no forward names.", default=False
+    )
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ValueError: if one of these settings cannot be; the message names it.
+        """
+        from ..hub_cards.rules import check_datasets, check_license  # which imports transformers
+
+        if self.loss_type is not None and self.loss_type not in OBJECTIVES:
+            raise ValueError(f"`loss_type` is {self.loss_type!r}; choose one of {', '.join(OBJECTIVES)}.")
+        for name in POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be positive.")
+        if self.loss_chunk_size is not None and self.loss_chunk_size < 1:
+            raise ValueError(
+                f"`loss_chunk_size` is {self.loss_chunk_size}: it must be at least 1; leave it out for the default."
+            )
+        for name in NOT_NEGATIVE:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")
+        if self.remove_unused_columns:
+            raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
+        check_license(self.license, self.license_name, self.license_link)
+        check_datasets(self.datasets or [])
+        if local := [name for name in self.datasets or [] if os.path.exists(name)]:
+            raise ValueError(
+                f"`datasets` has {local[0]!r}, which is a path here: name Hub datasets only, they are for the card."
+            )
+
+    def gamma(self, block_size: int) -> float | None:
+        """The decay length, in slots, for a block size; `None` is no decay."""
+        if self.loss_decay_gamma is None:
+            return default_loss_decay_gamma(block_size)
+        return self.loss_decay_gamma or None
+
+    def unused_settings(self, loss_type: str) -> list[str]:
+        """Settings that were changed and that this objective does not read."""
+        default = {field.name: field.default for field in fields(self)}
+        others = {name for names in OBJECTIVES.values() for name in names} - set(OBJECTIVES[loss_type])
+        return sorted(name for name in others if getattr(self, name) != default[name])
