@@ -22,7 +22,7 @@ from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.evaluation.calibration import decode_rounds, fit_sequential_temperatures
 from blockdraft.trainer.evaluation.decoding import compare_schedules, held_out_prompts
-from blockdraft.trainer.evaluation.report import DecodingReport, markdown_table
+from blockdraft.trainer.evaluation.decoding_report import DecodingReport, markdown_table
 from blockdraft.trainer.loading import load_target
 from examples.chitchat.corpus import prompts, split
 from examples.chitchat.demo import DEMOS, Demo, encode, train, unseen_prompts

@@ -25,7 +25,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 from blockdraft.trainer.data.dataset import prepare_dataset
 from blockdraft.trainer.evaluation.decoding import evaluate_decoding, held_out_prompts
-from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.evaluation.decoding_report import markdown_table
 from blockdraft.trainer.loading import load_draft, load_target, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 from examples.chitchat.demo import DEMOS, answer

@@ -13,7 +13,7 @@ import yaml
 from transformers import set_seed
 
 from blockdraft.trainer.data.dataset import prepare_dataset
-from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.evaluation.decoding_report import markdown_table
 from blockdraft.trainer.loading import load_target, new_draft, new_trainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.evaluation.decoding_report import markdown_table
 
 from .measuring import (
     BUSY_SHARE,

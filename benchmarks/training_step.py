@@ -92,7 +92,7 @@ def v41_config(**settings) -> DeepseekV41DSparkConfig:
 class _GivenStates:
     """A trainer that finds the target's states in its batch."""
 
-    def kept_states(self, inputs: dict[str, Tensor], compute) -> tuple[Tensor, Tensor]:
+    def target_states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return inputs["features"], inputs["last_states"]
 
 
@@ -157,14 +157,15 @@ class TrainingStep:
         )
         trainer_class = GivenStatesDraftTrainer if is_dflash else GivenStatesDSparkTrainer
         self.trainer = trainer_class(self.draft, target, args)
-        self.trainer.place_blocks(self.batch, step=0)
+        self.blocks = self.trainer.place_blocks(self.batch, step=0)
         self.draft.train()
 
     def loss(self) -> Tensor:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             if self.way in ("dense", "dense_sdpa"):
                 return self._dense_loss()
-            return self.trainer.compute_loss(self.draft if self.way == "fast" else self._given_output, self.batch)
+            model = self.draft if self.way == "fast" else self._given_output
+            return self.trainer.compute_loss(model, self.batch | {"blocks": self.blocks})
 
     def _given_output(self, noise_embeds: Tensor, **kwargs) -> ModelOutput:
         """In place of the draft's forward: the block's own embeddings, as if they were its output."""
@@ -172,7 +173,9 @@ class TrainingStep:
         return ModelOutput(last_hidden_state=states, confidence_states=states)
 
     def _dense_loss(self) -> Tensor:
-        trainer, batch = self.trainer, self.batch
+        trainer, blocks = self.trainer, self.blocks.to(self.device)
+        anchors = {"anchor_positions": blocks.anchor_positions, "block_keep_mask": blocks.block_keep_mask}
+        batch = self.batch | anchors
         ends = (trainer.target.get_input_embeddings(), trainer.target.get_output_embeddings())
         if isinstance(trainer, DSparkTrainer):
             states = (batch["features"], batch["last_states"])
@@ -188,10 +191,9 @@ class TrainingStep:
 
     def sizes(self) -> Sizes:
         """What its necessary work depends on."""
-        anchors = (self.batch["anchor_positions"], self.batch["block_keep_mask"])
-        config = self.draft.config
-        slots = int((self.trainer.block_weights(self.batch) != 0).sum())
-        rows = anchors[0].numel() * config.block_size
+        blocks, config = self.blocks, self.draft.config
+        anchors = (blocks.anchor_positions, blocks.block_keep_mask)
+        slots, rows = len(blocks.targets.index), blocks.input_ids.numel()
         return Sizes(self.batch["input_ids"].numel(), rows, slots, visible_keys(config, *anchors))
 
     def gradients(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers import set_seed
 
 from blockdraft.trainer.evaluation.decoding import evaluate_decoding, held_out_prompts
-from blockdraft.trainer.evaluation.report import markdown_table
+from blockdraft.trainer.evaluation.decoding_report import markdown_table
 from blockdraft.trainer.loading import load_target
 from examples.chitchat.demo import DEMOS, train
 from examples.chitchat.target_model import target_dir

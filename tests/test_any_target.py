@@ -52,9 +52,7 @@ def arguments(tmp_path_factory) -> DraftTrainingArguments:
 def step(draft, target, trainer_class, arguments) -> float:
     """The loss of two rows, whose gradient is left in the draft."""
     trainer = trainer_class(draft, target, copy.copy(arguments), train_dataset=make_rows(2))
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
-    trainer.place_blocks(batch, 0)
-    loss = trainer.block_loss(trainer.model, batch).loss
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
     loss.backward()
     return loss.item()
 

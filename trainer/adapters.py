@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters of drafts: on which base they stand, what is saved of them, and how they are loaded."""
+"""LoRA and DoRA adapters of drafts: their base, what of them is saved, and how they are loaded."""
 
 import copy
 import json
@@ -21,9 +21,9 @@ from ..hub_cards.rules import is_hub_id
 from ..modeling.saving.atomic_save import staged_directory
 
 TASK_TYPE = "FEATURE_EXTRACTION"
-# Of the draft's configuration, what an adapter changes: kept in the header of its weights, for the merged draft.
+# What of the draft's configuration an adapter changes: kept in the header of its weights, for the merged draft.
 RECORDED = ("target", "objective", "training", "confidence_temperatures")
-# Settings that have to be the same where a run goes on; the base is compared too.
+# Settings that must not change when a run is resumed; the base is compared too.
 SHAPE = ("r", "lora_alpha", "use_dora", "use_rslora", "target_modules", "target_parameters", "modules_to_save")
 
 
@@ -35,17 +35,20 @@ def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:
         draft ([`DraftPreTrainedModel`]):
             The base, as it was loaded from a directory or the Hub. It is changed in place.
         peft_config ([`~peft.LoraConfig`]):
-            `use_dora=True` makes a DoRA. Default of `target_modules` is every linear layer. The routed experts of a
-            DSpark draft are no layers: name them in `target_parameters` (`"experts.gate_up_proj"`,
-            `"experts.down_proj"`), or they stay as they are. Norms and heads are trained by `modules_to_save`.
-            `revision` names what a base from the Hub was loaded at, unless that is the default branch.
+            `use_dora=True` makes a DoRA. By default every linear layer is adapted. Routed experts are not linear
+            layers: name them in `target_parameters` (`"experts.gate_up_proj"`, `"experts.down_proj"`), or they are not
+            trained. Norms and heads are trained by `modules_to_save`. `revision` names what a base from the Hub was
+            loaded at, unless that is the default branch.
+
+    Returns:
+        The `PeftModel` around the draft.
 
     Raises:
-        ValueError: if the settings are not LoRA's, name another task or a module that is not there, or if the base
-            was never saved, or changed since.
+        ValueError: if the settings are not LoRA's, name another task or a module that the draft does not have, or if
+            the base was never saved, or has changed since it was.
     """
     if isinstance(draft, PeftModel):
-        raise ValueError("`peft_config` is given for a model that has an adapter: leave one of them out.")
+        raise ValueError("`peft_config` is given for a model that already has an adapter: leave one of them out.")
     config = copy.deepcopy(peft_config)
     _check_config(config)
     base = locate_base(draft, config.revision)
@@ -60,23 +63,23 @@ def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:
 
 
 def check_adapter(model: PeftModel) -> None:
-    """Checks a model that came with its adapter, and records its base and task as [`adapt`] does.
+    """Checks a model that already has an adapter, and records its base and task as [`adapt`] does.
 
     Raises:
-        ValueError: as [`adapt`], and unless there is one adapter, which is trained.
+        ValueError: as [`adapt`], and unless there is exactly one adapter and it is trainable.
     """
     if len(model.peft_config) != 1:
-        raise ValueError(f"The draft has the adapters {', '.join(model.peft_config)}: one at a time is trained.")
+        raise ValueError(f"The draft has the adapters {', '.join(model.peft_config)}: one at a time can be trained.")
     [config] = model.peft_config.values()
     _check_config(config)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("No weight of the adapter is trained: load it with `is_trainable=True`.")
+        raise ValueError("No weight of the adapter is trainable: load it with `is_trainable=True`.")
     base = locate_base(model.get_base_model(), config.revision)
     config.base_model_name_or_path, config.revision = base.name, base.revision
 
 
 def _check_config(config: PeftConfig) -> None:
-    """A LoRA for the task of AutoPeftModelForFeatureExtraction, which is set where none is."""
+    """It has to be LoRA, for the task of AutoPeftModelForFeatureExtraction, which is set where there is none."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"`peft_config` is a {type(config).__name__}: drafts are adapted with LoraConfig, or with "
@@ -88,7 +91,7 @@ def _check_config(config: PeftConfig) -> None:
 
 
 def _check_names(config: LoraConfig, draft: nn.Module) -> None:
-    """PEFT passes over a name that nothing has, as long as it finds another one."""
+    """PEFT ignores a name that nothing has, as long as it finds another one."""
     modules, parameters = ([name for name, _ in named] for named in (draft.named_modules(), draft.named_parameters()))
     for setting, there in (
         ("target_modules", modules),
@@ -99,12 +102,12 @@ def _check_names(config: LoraConfig, draft: nn.Module) -> None:
         if isinstance(names, str):  # a pattern, or "all-linear"
             continue
         if missing := sorted(name for name in names if not any(f".{key}".endswith(f".{name}") for key in there)):
-            raise ValueError(f"`{setting}` names {', '.join(missing)}, which the draft has not.")
+            raise ValueError(f"`{setting}` names {', '.join(missing)}, which the draft does not have.")
 
 
 def check_publishable(model: PeftModel, repo_id: str) -> None:
-    """Raises a `ValueError` if the adapter's base is a directory, which whoever gets the adapter would not have, or is
-    in the repository itself, from where it could no longer be loaded alone."""
+    """Raises a `ValueError` if the adapter's base is a directory, which others do not have, or is in the repository
+    itself, from where it could then no longer be loaded alone."""
     [config] = model.peft_config.values()
     if os.path.isabs(base := config.base_model_name_or_path):
         raise ValueError(
@@ -125,12 +128,12 @@ def base_draft(model: nn.Module) -> PreTrainedModel:
 
 
 class Base(NamedTuple):
-    """Where a base draft can be loaded again.
+    """Where a base draft can be loaded from again.
 
     Attributes:
         name: Hub id, or absolute path of a directory, whose name could otherwise be taken for a Hub id.
         revision: commit; `None` for a directory.
-        folder: its files on this machine; `None` where they are in a cache that is not the standard one.
+        folder: its files on this machine; `None` if they are in a cache that is not the standard one.
     """
 
     name: str
@@ -140,14 +143,14 @@ class Base(NamedTuple):
 
 def locate_base(draft: PreTrainedModel, revision: str | None = None) -> Base:
     """
-    Finds where a draft was loaded from: an adapter is nothing without its base.
+    Finds where a draft was loaded from: an adapter is useless without its base.
 
     Args:
         draft: as `from_pretrained` returned it.
-        revision: commit, branch or tag that it was loaded at from the Hub; a loaded model does not know.
+        revision: commit, branch or tag of the Hub it was loaded at, which a loaded model does not know.
 
     Raises:
-        ValueError: if it was not loaded from anywhere, or it is not known at which commit.
+        ValueError: if it was not loaded from anywhere, or its commit is unknown.
     """
     name = draft.name_or_path
     if not name:
@@ -163,7 +166,7 @@ def locate_base(draft: PreTrainedModel, revision: str | None = None) -> Base:
     if is_hub_id(name) and revision and len(revision) == 40:
         return Base(name, revision, None)
     raise ValueError(
-        f"The base draft was loaded from {name}, which is no directory here, and the cache of the Hub does not have "
+        f"The base draft was loaded from {name}, which is not a directory here, and the Hub's cache does not hold "
         f"{revision or 'main'} of it: give the commit that it was loaded at as `LoraConfig(revision=...)`."
     )
 
@@ -180,11 +183,11 @@ def check_unchanged(draft: PreTrainedModel, base: Base) -> None:
                     continue
                 if base.revision:
                     raise ValueError(
-                        f"The draft's `{name}` is not that of {base.name} at {base.revision}: it was trained or "
-                        "merged since, or loaded at another commit, which `LoraConfig(revision=...)` has to name."
+                        f"The draft's `{name}` is not that of {base.name} at {base.revision}: it has been trained or "
+                        "merged since, or was loaded at another commit, which `LoraConfig(revision=...)` has to name."
                     )
                 raise ValueError(
-                    f"The draft's `{name}` is not that of {file}: it was trained or merged since. Save the draft "
+                    f"The draft's `{name}` is not that of {file}: it has been trained or merged since. Save the draft "
                     "elsewhere, load it from there and adapt that."
                 )
 
@@ -197,16 +200,16 @@ def save_adapter(
 ) -> None:
     """
     Writes `adapter_model.safetensors` and `adapter_config.json`, each atomically, the latter last. No tokenizer:
-    beside one, `AutoPeftModelForFeatureExtraction` compares it with an embedding, and a draft has none.
+    `AutoPeftModelForFeatureExtraction` would compare it with an embedding, and a draft has none.
 
     Args:
-        directory: beside the card.
+        directory: where to; made if absent.
         model: with one adapter.
         state_dict: gathered weights of the model, where they are spread over devices.
     """
     [(name, config)] = model.peft_config.items()
     draft = model.get_base_model()
-    # Without looking for grown embeddings, for which PEFT would ask the Hub.
+    # Otherwise PEFT asks the Hub whether the vocabulary was resized.
     tensors = get_peft_model_state_dict(model, state_dict, name, save_embedding_layers=False)
     record = {key: getattr(draft.config, key) for key in RECORDED if hasattr(draft.config, key)}
     name_or_path = (record["target"] or {}).get("name_or_path")
@@ -216,7 +219,7 @@ def save_adapter(
         _write_weights(staging / ADAPTER_WEIGHTS, tensors, record)
     config = copy.deepcopy(config)
     config.inference_mode = True
-    if isinstance(config.target_modules, set):  # in an order of its own in each process
+    if isinstance(config.target_modules, set):  # whose order differs from process to process
         config.target_modules = sorted(config.target_modules)
     with staged_directory(directory) as staging:
         config.save_pretrained(staging)
@@ -232,7 +235,7 @@ def update_record(directory: str | os.PathLike, **values) -> Path:
 
 
 def read_record(file: str | os.PathLike) -> dict:
-    """What the header of an adapter's weights says of the draft's configuration; empty where another tool wrote it."""
+    """What the header of an adapter's weights says of the draft's configuration; empty if another tool wrote it."""
     with safe_open(file, "pt") as saved:
         metadata = saved.metadata() or {}
     return {name: json.loads(metadata[name]) for name in RECORDED if name in metadata}
@@ -245,7 +248,7 @@ def _write_weights(file: Path, tensors: Mapping[str, torch.Tensor], record: dict
 
 
 def describe(model: PeftModel) -> dict:
-    """What a card says of an adapter: its base and revision, kind, rank, and parameters trained and in all."""
+    """What a card says of an adapter: its base and revision, kind, rank, and numbers of parameters."""
     [config] = model.peft_config.values()
     trainable, total = model.get_nb_trainable_parameters()
     return {
@@ -259,7 +262,7 @@ def describe(model: PeftModel) -> dict:
 
 
 def recipe(model: PeftModel) -> dict:
-    """What the configuration of the merged draft keeps of an adapter; a base in a directory says nothing to others."""
+    """What the configuration of the merged draft keeps of an adapter; a local base means nothing to others."""
     [config] = model.peft_config.values()
     published = {} if os.path.isabs(config.base_model_name_or_path) else {"base": config.base_model_name_or_path}
     if published and config.revision:
@@ -283,8 +286,8 @@ def load_merged(
     name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedModel:
     """
-    A draft as its adapter makes it: base and adapter, merged. Its configuration is the adapter's record, and
-    `save_pretrained` writes it as a draft of its own.
+    A base draft with an adapter merged into it, with the configuration that the adapter recorded; `save_pretrained`
+    writes it as a draft of its own.
 
     Args:
         name: directory or Hub repository of the adapter.
@@ -295,27 +298,31 @@ def load_merged(
     Raises:
         ValueError: if the base is a directory that is not there; `OSError` for what the Hub does not have.
     """
-    # All from one folder: PEFT takes its questions about a repository to the Hub even where the cache has the answers.
+    # From a local folder: PEFT asks the Hub about a repository even if everything is in the cache.
     _, weights = (cached_file(name, file, revision=revision) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     folder = os.path.dirname(weights)
     config = PeftConfig.from_pretrained(folder)
     base = config.base_model_name_or_path
     if not base or (os.path.isabs(base) and not os.path.isdir(base)):
         raise ValueError(
-            f"`draft`: the adapter {name} stands on the draft {base}, which is not there; put its directory or Hub id "
-            f"into `base_model_name_or_path` of {ADAPTER_CONFIG}."
+            f"`draft`: the adapter {name} belongs to the draft {base}, which is not there; put its directory or Hub "
+            f"id into `base_model_name_or_path` of {ADAPTER_CONFIG}."
         )
     draft = AutoModel.from_pretrained(base, dtype=dtype, revision=config.revision, trust_remote_code=trust_remote_code)
     draft = PeftModel.from_pretrained(draft, folder, torch_device="cpu").merge_and_unload()
     for key, value in read_record(weights).items():
         setattr(draft.config, key, value)
-    # It is no longer what lies there.
+    # It is no longer what is saved there.
     draft.name_or_path = draft.config.name_or_path = ""
     return draft
 
 
 def check_resumable(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """Refuses a checkpoint of an adapter for a whole draft or the other way round, and one of another shape.
+    """Refuses the checkpoint of an adapter for a whole draft, or the other way round, and one of another shape.
+
+    Args:
+        model: the draft, or the `PeftModel` around it.
+        checkpoint: a directory.
 
     Raises:
         ValueError: says what differs.

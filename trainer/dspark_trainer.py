@@ -5,28 +5,22 @@ from functools import partial
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
-from ..modeling.draft.anchors import document_positions, legal_dspark_anchors
-from ..modeling.draft.block_targets import DSparkTargets, build_block_inputs, build_dspark_targets
-from ..modeling.target.target_features import capture_features
+from .block_batch import BlockBatch
 from .draft_trainer import DraftTrainer
 from .expert_balance import ExpertBalance
-from .objectives.dflash import slot_weights
 from .objectives.dspark import DSparkAlphas, DSparkLoss, SlotPredictions, dspark_loss
 from .training_args import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
 
 
-class _HeadReached(BaseException):
-    """Ends a target forward in front of its LM head; not an `Exception`, so no wrapper's handler swallows it."""
-
-
 class DSparkTrainer(DraftTrainer):
     """
-    [`DraftTrainer`] for drafts whose slot 0 predicts too (layout "N"): anchors where the next token is supervised, the
-    three-term objective of [`blockdraft.trainer.objectives.dspark`] and balanced experts.
+    [`DraftTrainer`] for drafts whose slot 0 predicts too (layout "N"), with DSpark's objective of three terms
+    ([`blockdraft.trainer.objectives.dspark`], arXiv 2607.05147), anchors where the next token is supervised, and
+    balanced experts where the draft has any.
 
     The three terms have the same weights, so one weight of the accumulation window, summed over ranks, divides them.
     With `args.confidence_head_alpha=0` the confidence head is frozen and not evaluated.
@@ -58,79 +52,56 @@ class DSparkTrainer(DraftTrainer):
         # Sharded heads are whole while they run, and get their gradient from hooks.
         if self.sharded:
             logger.warning("The draft's heads are sharded: the backward pass makes the logits once more.")
-        bias_step = args.expert_bias_step
-        if self.adapter is not None:
-            # The routers' bias is the base's, and an adapter is loaded onto the base as it was.
-            if bias_step not in (0, DraftTrainingArguments.expert_bias_step):
-                logger.warning("`expert_bias_step` is not used: an adapter leaves the base's routers as they are.")
-            bias_step = 0.0
-        self.expert_balance = ExpertBalance(draft, bias_step)
+        # The routers' bias is the base's, and an adapter is loaded onto the base as it was.
+        self.expert_balance = ExpertBalance(draft, 0.0 if self.adapter is not None else args.expert_bias_step)
         self.add_callback(self.expert_balance)
+        if args.expert_bias_step not in (0, DraftTrainingArguments.expert_bias_step):
+            if not self.expert_balance.routers:
+                logger.warning("`expert_bias_step` is not used: the draft has no routed experts.")
+            elif self.adapter is not None:
+                logger.warning("`expert_bias_step` is not used: an adapter leaves the base's routers as they are.")
 
     def train(self, *args, **kwargs):
-        """The base class's; a calibration belongs to the weights that it was made for, so an earlier one goes."""
+        """The base class's; a calibration belongs to the weights it was made for, so an earlier one is dropped."""
         if self.draft_config.confidence_temperatures is not None:
-            logger.warning("`confidence_temperatures` are of the draft's weights as they were: calibrate it again.")
+            logger.warning("`confidence_temperatures` are dropped: calibrate the trained weights again.")
             self.draft_config.confidence_temperatures = None
         return super().train(*args, **kwargs)
 
     def objective_settings(self) -> dict:
-        return {
+        settings = {
             "ce_loss_alpha": self.alphas.ce,
             "l1_loss_alpha": self.alphas.l1,
             "confidence_head_alpha": self.alphas.confidence,
             "confidence_head_stop_gradient": self.args.confidence_head_stop_gradient,
-            "expert_bias_step": self.expert_balance.bias_step,
         }
+        if self.expert_balance.routers:
+            settings["expert_bias_step"] = self.expert_balance.bias_step
+        return settings
 
-    def legal_anchors(
-        self, loss_mask: torch.Tensor, lengths: torch.Tensor, remaining: torch.Tensor | None
-    ) -> torch.Tensor:
-        # The reference pads each row to exactly `num_anchors` blocks. A padded block sees and is seen by itself alone,
-        # has weight 0 and is not counted in the experts' load: a batch as wide as its richest row gives the same loss
-        # and gradients, without the padding's cost.
-        return legal_dspark_anchors(loss_mask, lengths, remaining)
+    @property
+    def needs_head_input(self) -> bool:
+        return self.alphas.need_teacher
 
-    def block_weights(self, batch: dict) -> torch.Tensor:
-        return slot_weights(self._block_targets(batch).mask, 0, self.gamma)
+    def run_draft(self, model: nn.Module, blocks: BlockBatch, features: torch.Tensor) -> ModelOutput:
+        """The base class's; padded blocks do not count in the experts' load."""
+        keep = blocks.block_keep_mask
+        self.expert_balance.counted_tokens = keep.repeat_interleave(self.draft_config.block_size, dim=1)
+        return super().run_draft(model, blocks, features)
 
-    def _block_targets(self, batch: dict) -> DSparkTargets:
-        anchors = (batch["anchor_positions"], batch["block_keep_mask"])
-        size, remaining = self.draft_config.block_size, self.remaining(batch)
-        return build_dspark_targets(batch["input_ids"], batch["loss_mask"], *anchors, size, remaining)
-
-    def block_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> DSparkLoss:
-        """The loss sums of a batch whose blocks are placed."""
-        anchors, keep = inputs["anchor_positions"], inputs["block_keep_mask"]
-        draft = self.draft
-        config, targets = self.draft_config, self._block_targets(inputs)
-        block_ids = build_block_inputs(inputs["input_ids"], anchors, keep, config.block_size, config.mask_token_id)
-        with torch.no_grad():
-            noise_embeds = draft.embed_block(block_ids, self.target.get_input_embeddings())
-        if self.alphas.need_teacher:
-            features, last_hidden = self.kept_states(inputs, self.target_states)
-        else:
-            [features] = self.kept_states(inputs, lambda batch: (self.target_features(batch),))
-        self.expert_balance.counted_tokens = keep.repeat_interleave(config.block_size, dim=1)
-        output = model(
-            noise_embeds=noise_embeds,
-            context_hidden_states=features,
-            anchor_positions=anchors,
-            block_keep_mask=keep,
-            **self._documents(inputs),
-        )
-        shape = targets.token_ids.shape
+    def block_loss(self, output: ModelOutput, blocks: BlockBatch, head_input: torch.Tensor | None) -> DSparkLoss:
+        shape = blocks.targets.token_ids.shape
         states = (output.last_hidden_state, output.confidence_states)
-        slots = [*(state.view(*shape, -1) for state in states), targets.previous_token_ids]
+        slots = [*(state.view(*shape, -1) for state in states), blocks.previous_token_ids]
         predict = self._predict
-        if self.alphas.need_teacher:
+        if self.needs_head_input:
             # Slot k's token follows position a + k; slots past the row's end are not supervised.
-            positions = anchors[..., None] + torch.arange(config.block_size, device=anchors.device)
-            rows, length = torch.arange(len(anchors), device=anchors.device), last_hidden.shape[1]
+            anchors, length = blocks.anchor_positions, head_input.shape[1]
+            positions = anchors[..., None] + torch.arange(shape[-1], device=anchors.device)
+            rows = torch.arange(len(anchors), device=anchors.device)
             slots.append(rows[:, None, None] * length + positions.clamp(max=length - 1))
-            predict = partial(predict, teacher_states=last_hidden.flatten(0, 1))
-        chunk_size, recompute = self.args.loss_chunk_size, self.sharded
-        return dspark_loss(predict, slots, targets, self.alphas, self.gamma, chunk_size, recompute)
+            predict = partial(predict, teacher_states=head_input.flatten(0, 1))
+        return dspark_loss(predict, slots, blocks.targets, self.alphas, self.args.loss_chunk_size, self.sharded)
 
     def _predict(
         self,
@@ -156,49 +127,8 @@ class DSparkTrainer(DraftTrainer):
             confidence = draft.confidence_head(confidence_states, embeddings)
         return SlotPredictions(logits, teacher_logits, confidence)
 
-    def _documents(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the draft is told about packed rows: its keys are rounded after their rotation, so that positions have
-        to restart with each document."""
-        if "document_ids" not in inputs:
-            return {}
-        positions = document_positions(inputs["document_ids"])
-        slots = torch.arange(self.draft_config.block_size, device=positions.device)
-        blocks = positions.gather(1, inputs["anchor_positions"])[..., None] + slots
-        position_ids = torch.cat([positions, blocks.flatten(1)], dim=1)
-        return {"document_ids": inputs["document_ids"], "position_ids": position_ids}
-
-    @torch.no_grad()
-    def target_states(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        The draft's features `[B, S, features * hidden_size]` and the states that the target's LM head reads
-        `[B, S, hidden_size]`, from one frozen forward that ends there.
-        """
-        self.check_packing(inputs)
-        config, read = self.draft_config, []
-
-        def keep_and_stop(head: nn.Module, args: tuple) -> None:
-            read.append(args[0])
-            raise _HeadReached
-
-        hook = self.target.get_output_embeddings().register_forward_pre_hook(keep_and_stop)
-        try:
-            with capture_features(self.target, config.target_layer_ids, config.capture_point) as capture:
-                try:
-                    capture.run(**self.target_inputs(inputs))
-                except _HeadReached:
-                    pass
-                features = capture.features(self.args.device)
-        finally:
-            hook.remove()
-        if not read:
-            raise ValueError(
-                f"{type(self.target).__name__} makes its logits without calling `get_output_embeddings()`, so the "
-                "states that its head reads are unknown. Train with `l1_loss_alpha=0` and `confidence_head_alpha=0`."
-            )
-        return features, read[0].to(self.args.device)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the terms, acceptance, confidence errors and the experts' loads to the base class's figures."""
+        """Adds the experts' loads to the base class's figures."""
         if "loss" in logs:
             logs = self.expert_balance.metrics() | logs
         super().log(logs, start_time)

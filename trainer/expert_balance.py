@@ -15,16 +15,19 @@ class ExpertBalance(TrainerCallback):
     bias of experts with more than the mean load falls by `bias_step`, that of experts with less rises by it.
 
     A router is any module with a float32 buffer `e_score_correction_bias` `[E]` whose forward returns `(logits,
-    weights, experts)`, `experts` `[T, k]` or `[B, S, k]` being the chosen ones. Loads are counted in training mode
-    only and summed over the micro-batches and ranks of a step; a step that the optimizer skipped (fp16 overflow)
-    changes nothing. Activation checkpointing routes each token twice, which doubles all loads alike: neither their
-    ratios nor the sign rule notice.
+    weights, experts)`, `experts` `[T, k]` or `[B, S, k]` being the chosen ones; a model without any is left alone.
+    Loads are counted in training mode only and summed over the micro-batches and ranks of a step; a step that the
+    optimizer skipped (fp16 overflow) changes nothing. Activation checkpointing routes each token twice, which doubles
+    all loads alike: neither their ratios nor the sign rule notice.
 
     Set `counted_tokens` before a forward to leave tokens out: bool, an entry a token that the routers get.
 
     Args:
         model (`nn.Module`): whose routers are watched.
         bias_step (`float`): change of the bias a step; 0 only counts.
+
+    Attributes:
+        routers (`list[nn.Module]`): those found.
 
     Raises:
         ValueError: for a bias in half precision, in which small steps are lost.
@@ -71,11 +74,6 @@ class ExpertBalance(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         """The last batch's tokens say nothing about what the model is given afterwards."""
         self.counted_tokens = None
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """For trainers that do not ask for the metrics themselves."""
-        if "loss" in logs:
-            logs.update(self.metrics())
 
     def metrics(self) -> dict[str, float]:
         """Loads since the last call, in multiples of an even load: of the busiest and the least used expert of any

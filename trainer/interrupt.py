@@ -10,8 +10,8 @@ logger = logging.get_logger(__name__)
 
 class SaveOnInterrupt(TrainerCallback):
     """
-    The first Ctrl-C ends training after the running step with a checkpoint, and then raises `KeyboardInterrupt`; a
-    second one interrupts at once, and training can go on from the last complete checkpoint.
+    The first Ctrl-C ends training after the current step with a checkpoint, and then raises `KeyboardInterrupt`; a
+    second one interrupts at once, and training can be resumed from the last complete checkpoint.
     """
 
     def __init__(self):
@@ -34,14 +34,14 @@ class SaveOnInterrupt(TrainerCallback):
             control.should_save = control.should_training_stop = True
         return control
 
-    # `save_strategy="best"` lets an evaluation decide anew whether its step is saved; Ctrl-C may come in the last one.
+    # With `save_strategy="best"` an evaluation decides again whether its step is saved, and Ctrl-C may come during it.
     on_epoch_end = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
         self._saved = state.global_step
         if self._interrupted:
             control.should_training_stop = True
-            # At its end, `train` would delete this checkpoint for the best one where `save_total_limit` is 1.
+            # With `save_total_limit=1`, `train` would delete this checkpoint at its end and keep the best one.
             state.best_model_checkpoint = None
         return control
 

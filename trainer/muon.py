@@ -1,8 +1,8 @@
 """Muon for the draft's weight matrices, another optimizer for everything else.
 
-Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) takes steps whose singular values are all alike.
-A new draft sees few tokens of its own; with Muon it needs a fraction of AdamW's steps. Steps are scaled to AdamW's
-size (Liu et al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
+The steps of Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) have equal singular values. A new
+draft is trained on few tokens; with Muon it needs a fraction of AdamW's steps. They are scaled to AdamW's size (Liu et
+al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
 """
 
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ from torch import nn
 
 
 def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
-    """The trainable weights of the linear layers between embedding and head: what Muon is for.
+    """The trainable weights of the linear layers between embedding and head, for which Muon is meant.
 
-    Tables and gates that are indexed or read row by row (`nn.Embedding`, a Markov or confidence head, a router,
-    experts stacked in three dimensions) are not among them.
+    Tables and gates that are read row by row (`nn.Embedding`, a Markov or confidence head, a router, experts stacked
+    in three dimensions) are not among them.
     """
     heads = [head for head in (draft.markov_head, draft.confidence_head) if head is not None]
     left_out = {id(parameter) for head in heads for parameter in head.parameters()}

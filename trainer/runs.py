@@ -14,7 +14,7 @@ from ..hub_cards.measurements import ADAPTER_CONFIG
 from ..modeling.saving.atomic_save import staged_directory
 from .adapters import check_resumable
 from .draft_trainer import DraftTrainer
-from .evaluation.run_report import remove_reports
+from .evaluation.report_folder import remove_reports
 from .training_log import minutes, say
 
 MEASURED_STEPS = 5  # of training, after a first one that is slower, for the time estimate
@@ -82,9 +82,10 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
         if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
             best = output_dir / Path(state.best_model_checkpoint).name  # the folder may have been moved
             checkpoint = state.best_model_checkpoint = str(best) if best.is_dir() else checkpoint
-        trainer._load_from_checkpoint(checkpoint)
+        trainer.load_checkpoint(checkpoint)
         trainer.state = state
-        trainer._finish_current_push()  # an upload that was cut off
+        if trainer.publisher:
+            trainer.publisher.finish()  # an upload that was cut off
 
 
 def save_finished(trainer: DraftTrainer) -> None:

@@ -32,8 +32,8 @@ from blockdraft.trainer.data.regenerate import regenerate
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.evaluation.calibration import calibrate, split_prompts
 from blockdraft.trainer.evaluation.decoding import compare_schedules, cost_table, fastest_block_size, held_out_prompts
-from blockdraft.trainer.evaluation.report import DecodingReport, markdown_table
-from blockdraft.trainer.evaluation.run_report import write_calibration, write_report
+from blockdraft.trainer.evaluation.decoding_report import DecodingReport, markdown_table
+from blockdraft.trainer.evaluation.report_folder import write_calibration, write_report
 from blockdraft.trainer.interrupt import SaveOnInterrupt
 from blockdraft.trainer.loading import load_draft, load_target, new_draft, new_trainer
 from blockdraft.trainer.runs import TimeEstimate, train_draft
@@ -262,7 +262,7 @@ def evaluate(trainer: DraftTrainer, run_dir: Path, demo: Demo) -> str:
             }
             reports = compare_schedules(target, draft, prompts, schedules, demo.max_new_tokens)
             as_trained, header = reports["off"], "confidence schedule"
-        trainer.card_metrics = {"chitchat, held-out prompts": as_trained.headline()}
+        trainer.record_decoding({"chitchat, held-out prompts": as_trained.headline()})
         trainer.save_model()
         write_report(run_dir, trainer.state.log_history, reports, command=f"make demo DRAFT={demo.draft_type}")
         return {"text": table(header, reports)}

@@ -26,6 +26,17 @@ from .train_tokenizer import train_tokenizer
 ROW_TOKENS = 192
 
 
+class BalancedTrainer(Trainer):
+    """Logs the experts' loads with the loss."""
+
+    def __init__(self, *args, expert_balance: ExpertBalance, callbacks: list, **kwargs):
+        super().__init__(*args, callbacks=[*callbacks, expert_balance], **kwargs)
+        self._expert_balance = expert_balance
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs | self._expert_balance.metrics() if "loss" in logs else logs, start_time)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=CHAT_TARGETS, required=True)
@@ -60,7 +71,7 @@ def main():
         weight_decay=0.1,
         fused=True,
     )
-    trainer = Trainer(
+    trainer = BalancedTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=options.output_dir,
@@ -78,7 +89,8 @@ def main():
         train_dataset=rows,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: budget.learning_rate_factor())),
-        callbacks=[budget, ExpertBalance(model)],
+        callbacks=[budget],
+        expert_balance=ExpertBalance(model),
     )
     trainer.train(resume_from_checkpoint=checkpoint)
 

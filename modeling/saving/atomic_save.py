@@ -27,15 +27,16 @@ def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
         files = (file.relative_to(staging) for file in Path(staging).rglob("*") if file.is_file())
         files = sorted(files, key=lambda file: (file.name == "config.json", file))
         for file in files:
-            _sync(Path(staging, file))
+            sync(Path(staging, file))
         for file in files:
             if file.parent != Path("."):
                 (directory / file.parent).mkdir(parents=True, exist_ok=True)
             os.replace(Path(staging, file), directory / file)
-    _sync(directory)
+    sync(directory)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
     on_windows = os.name == "nt"
     if on_windows and path.is_dir():  # which cannot be opened there
         return

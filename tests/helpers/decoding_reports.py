@@ -1,6 +1,6 @@
 """Answers and reports with known numbers, for the tests of reports."""
 
-from blockdraft.trainer.evaluation.report import Answer, DecodingReport
+from blockdraft.trainer.evaluation.decoding_report import Answer, DecodingReport
 
 LOOP, TEXT = [1, 2, 3, 4] * 4, list(range(16))
 

@@ -6,6 +6,7 @@ from datasets import Dataset
 from decoding_models import build_draft, build_target
 
 from blockdraft.trainer.draft_trainer import DraftTrainer
+from blockdraft.trainer.objectives.dflash import BlockLoss
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 BLOCK = 4
@@ -48,6 +49,17 @@ def make_trainer(output_dir, rows=None, target_name="k3", draft=None, **argument
     return DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
 
 
+def placed_batch(trainer: DraftTrainer, rows, step: int = 0) -> dict:
+    """Rows as a batch whose blocks are placed."""
+    batch = trainer.data_collator(list(rows))
+    return batch | {"blocks": trainer.place_blocks(batch, step)}
+
+
+def loss_sums(trainer: DraftTrainer, batch: dict, model=None) -> BlockLoss:
+    """What `compute_loss` sums over the blocks of a batch."""
+    return trainer.compute_loss(model or trainer.model, batch, return_outputs=True)[1]
+
+
 def weights(trainer: DraftTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
@@ -61,8 +73,7 @@ def assert_close(a: dict, b: dict, tolerance: float):
 def assert_packed_documents_equal_their_own_rows(trainer):
     """The loss of a packed row is that of its documents in rows of their own, with the same anchors."""
     rows = [make_rows()[i] for i in (0, 1)]
-    alone = trainer.data_collator(rows)
-    trainer.place_blocks(alone, step=0)
+    alone = placed_batch(trainer, rows)
     first = len(rows[0]["input_ids"])
     packed = trainer.data_collator(
         [
@@ -74,11 +85,10 @@ def assert_packed_documents_equal_their_own_rows(trainer):
             }
         ]
     )
-    keep = alone["block_keep_mask"]
-    positions = alone["anchor_positions"] + torch.tensor([[0], [first]])
+    keep = alone["blocks"].block_keep_mask
+    positions = alone["blocks"].anchor_positions + torch.tensor([[0], [first]])
     packed["anchor_positions"], packed["block_keep_mask"] = positions[keep][None], keep[keep][None]
-    separate = trainer.block_loss(trainer.model, alone)
-    together = trainer.block_loss(trainer.model, packed)
+    separate, together = loss_sums(trainer, alone), loss_sums(trainer, packed)
     assert together.weight == separate.weight
     assert together.loss_sum.item() == pytest.approx(separate.loss_sum.item(), rel=1e-5)
 

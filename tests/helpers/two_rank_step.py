@@ -10,6 +10,8 @@ import torch
 from draft_trainers import make_trainer, weights
 from dspark_trainers import dspark_trainer
 
+from blockdraft.trainer.block_batch import BlockBatch
+
 output_dir = Path(sys.argv[1])
 for family, make in (("dflash", make_trainer), ("dspark", dspark_trainer)):
     trainer = make(output_dir, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
@@ -32,9 +34,9 @@ view = {"evaluated": trainer.evaluate(), "rows": []}
 place_blocks, losses = trainer.place_blocks, itertools.chain([1.0], itertools.repeat(9.0))
 
 
-def note_rows(batch: dict, step: int) -> None:
+def note_rows(batch: dict, step: int) -> BlockBatch:
     view["rows"] += batch["row_id"].tolist()
-    place_blocks(batch, step)
+    return place_blocks(batch, step)
 
 
 trainer.place_blocks, trainer.evaluate = note_rows, lambda **_: {"eval_loss": next(losses)}

@@ -1,7 +1,7 @@
 """Which files hold measurements."""
 
 from blockdraft.hub_cards.measurements import MEASURED, is_one_of
-from blockdraft.trainer.evaluation.run_report import CAPTIONS, RELIABILITY, TEXTS
+from blockdraft.trainer.evaluation.report_folder import CAPTIONS, RELIABILITY, TEXTS
 
 
 def test_every_plot_and_text_of_a_report_is_known_as_a_measurement():

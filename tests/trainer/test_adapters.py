@@ -22,11 +22,12 @@ from blockdraft.hub_cards.card import name_repository
 from blockdraft.hub_cards.repository_files import published_files
 from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.trainer.adapters import load_merged, read_record, save_adapter
-from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
+from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 from blockdraft.trainer.evaluation.calibration import save_temperatures
 from blockdraft.trainer.loading import load_draft
 from blockdraft.trainer.runs import train_draft
+from blockdraft.trainer.saving_trainer import UNFINISHED_CHECKPOINTS
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
@@ -310,7 +311,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path, bases):
     with pytest.raises(ValueError, match="IA3Config"):
         DraftTrainer(draft, target, arguments, peft_config=IA3Config(task_type="FEATURE_EXTRACTION"))
     draft.name_or_path = "gone"
-    with pytest.raises(ValueError, match="loaded from gone, which is no directory"):
+    with pytest.raises(ValueError, match="loaded from gone, which is not a directory"):
         DraftTrainer(draft, target, arguments, peft_config=LoraConfig())
     draft.name_or_path = str(base)
     with pytest.raises(ValueError, match="never saved"):
@@ -337,7 +338,7 @@ def test_an_adapter_without_its_base_says_so(tmp_path, bases):
     [config] = trainer.model.peft_config.values()
     config.base_model_name_or_path = str(tmp_path / "gone")
     save_adapter(tmp_path, trainer.model)
-    with pytest.raises(ValueError, match="stands on the draft .*gone, which is not there"):
+    with pytest.raises(ValueError, match="belongs to the draft .*gone, which is not there"):
         load_draft(str(tmp_path))
 
 

@@ -1,12 +1,5 @@
 """The draft trainer on tiny K3 and Qwen3 targets: exact accumulation, resuming, packed rows, checkpoints, logs."""
 
-import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from decoding_models import build_draft, build_target
@@ -16,17 +9,13 @@ from draft_trainers import (
     assert_packed_documents_equal_their_own_rows,
     make_rows,
     make_trainer,
+    placed_batch,
     weights,
 )
 from huggingface_hub import ModelCard
-from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
-from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.hub_cards.card import make_card
-from blockdraft.modeling.target.target_features import decoder_layers
-from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
+from blockdraft.trainer.draft_trainer import EVALUATION_STEP, DraftTrainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
 from blockdraft.trainer.training_settings import default_loss_decay_gamma
 
@@ -62,9 +51,8 @@ def test_short_last_window(tmp_path):
     logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     order = [list(window) for window in _sampled_rows(trainer, 10)]
     for step, (indices, value) in enumerate(zip((order[:8], order[8:]), logged, strict=True)):
-        batch = trainer.data_collator([rows[i[0]] for i in indices])
-        trainer.place_blocks(batch, step)
-        assert value == pytest.approx(trainer.block_loss(trainer.model, batch).loss.item(), rel=1e-4)
+        batch = placed_batch(trainer, [rows[i[0]] for i in indices], step)
+        assert value == pytest.approx(trainer.compute_loss(trainer.model, batch).item(), rel=1e-4)
 
 
 def _sampled_rows(trainer: DraftTrainer, count: int) -> list[list[int]]:
@@ -102,103 +90,6 @@ def test_no_run_goes_on_under_another_rule_of_visibility(tmp_path, changed):
         other.train(resume_from_checkpoint=True)
 
 
-def test_checkpoint_is_complete_and_holds_no_target(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
-    trainer.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    names = {file.name for file in checkpoint.iterdir()}
-    assert {
-        "config.json",
-        "model.safetensors",
-        "README.md",
-        "modeling_kimi_k3_dflash.py",
-        "trainer_state.json",
-    } <= names
-    assert "training_args.bin" not in names
-    assert not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(trainer.model.state_dict())
-        assert not any("embed_tokens" in key or "lm_head" in key for key in file.keys())
-    config = json.loads((checkpoint / "config.json").read_text())
-    assert config["training"]["global_step"] == 2
-    assert config["objective"] == {"loss_type": "fixed_anchor", "loss_decay_gamma": 4.0, "num_anchors": 3}
-    assert config["target"]["model_type"] == "kimi_k3_text"
-    assert all(parameter.grad is None and not parameter.requires_grad for parameter in trainer.target.parameters())
-    assert not any(module is trainer.target for module in trainer.model.modules())
-
-
-def test_checkpoint_loads_where_the_package_is_absent(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
-    trainer.train()
-    expected = {name: tensor.double().sum().item() for name, tensor in weights(trainer).items()}
-    code = (
-        "import sys, json; sys.modules['blockdraft'] = None\n"
-        "from transformers import AutoModel\n"
-        f"draft = AutoModel.from_pretrained({str(tmp_path / 'checkpoint-2')!r}, trust_remote_code=True)\n"
-        "print(json.dumps({n: t.double().sum().item() for n, t in draft.state_dict().items()}))"
-    )
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == expected
-
-
-def test_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
-    """A save that dies half-way leaves the last complete checkpoint the newest."""
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
-
-    def full_disk(output_dir):
-        if output_dir.endswith("checkpoint-2"):
-            raise OSError("No space left on device")
-
-    monkeypatch.setattr(trainer, "_save_rng_state", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        trainer.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    again = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
-    (tmp_path / "checkpoint-1" / "rng_state.pth").unlink(missing_ok=True)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2
-    assert (tmp_path / "checkpoint-2").exists() and not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
-
-
-def test_best_checkpoint_is_recorded_under_its_final_name(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        save_strategy="steps",
-        save_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        max_steps=3,
-    )
-    trainer.train()
-    best = Path(trainer.state.best_model_checkpoint)
-    assert best.parent == tmp_path and (best / "model.safetensors").exists()
-    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(best)
-
-
-@pytest.mark.parametrize(("losses", "best"), [((1.0,), None), ((5.0, 2.0, 1.0), 2)])
-def test_only_a_saved_checkpoint_is_the_best_one(tmp_path, losses, best):
-    """Every step is evaluated, every second one saved; beside the best one no more than the last one is kept."""
-    settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make_trainer(tmp_path, max_steps=4, load_best_model_at_end=True, save_total_limit=1, **settings)
-    values = itertools.chain(losses, itertools.repeat(9.0))
-    trainer.evaluate = lambda **_: {"eval_loss": next(values)}
-    trainer.train()
-    kept = tmp_path / f"checkpoint-{best or 4}"
-    assert trainer.state.best_model_checkpoint == (str(kept) if best else None)
-    assert [*tmp_path.glob("checkpoint-*")] == [kept]
-    saved = load_file(kept / "model.safetensors")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(trainer).items())
-    trainer.save_model()
-    said = json.loads((tmp_path / "config.json").read_text())["training"]
-    assert (said["global_step"], said["epoch"]) == (best or 4, (best or 4) / 4)
-
-
 def test_logs(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=4)
     trainer.train()
@@ -213,46 +104,12 @@ def test_logs(tmp_path):
 def test_a_batch_without_anchors_reaches_every_parameter(tmp_path):
     rows = make_rows().select([5])
     trainer = make_trainer(tmp_path, rows, max_steps=1, per_device_train_batch_size=1)
-    batch = trainer.data_collator([rows[0]])
-    weight = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    [batch], weight = trainer.get_batch_samples(iter([trainer.data_collator([rows[0]])]), 1, torch.device("cpu"))
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight)
     loss.backward()
     assert loss.item() == 0 and weight.item() == 0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in trainer.model.parameters())
     trainer.train()
-
-
-def test_given_anchors_are_used(tmp_path):
-    trainer = make_trainer(tmp_path)
-    rows = make_rows()
-    batch = trainer.data_collator([rows[0], rows[1]])
-    given = {
-        "anchor_positions": torch.tensor([[5, 7], [6, 0]]),
-        "block_keep_mask": torch.tensor([[True, True], [True, False]]),
-    }
-    placed = batch | {name: tensor.clone() for name, tensor in given.items()}
-    trainer.place_blocks(placed, step=3)
-    assert all(torch.equal(placed[name], tensor) for name, tensor in given.items())
-
-
-@pytest.mark.parametrize("target_name", ["k3", "gpt2", "gemma3"])
-def test_features_are_layer_outputs_and_the_forward_stops(tmp_path, target_name):
-    trainer = make_trainer(tmp_path, target_name=target_name)
-    rows = make_rows()
-    batch = trainer.data_collator([rows[0], rows[1]])
-    features = trainer.target_features(batch)
-    ids = trainer.draft_config.target_layer_ids
-    hidden_states = trainer.target(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
-    ).hidden_states
-    expected = torch.cat([hidden_states[i + 1] for i in ids], dim=-1)
-    valid = batch["attention_mask"].bool()
-    assert torch.allclose(features[valid], expected[valid], atol=1e-5)
-    ran = []
-    layers = decoder_layers(trainer.target)
-    layers[max(ids) + 1].register_forward_hook(lambda *_: ran.append(1))
-    trainer.target_features(batch)
-    assert not ran
 
 
 def test_packed_documents_equal_their_own_rows(tmp_path):
@@ -307,26 +164,10 @@ def test_decay_defaults_to_the_paper(tmp_path):
     assert args.gamma(16) is None
 
 
-def test_rows_without_id_are_refused(tmp_path):
-    trainer = make_trainer(tmp_path)
-    batch = trainer.data_collator([make_rows()[0]])
-    del batch["row_id"]
-    with pytest.raises(ValueError, match="row_id"):
-        trainer.place_blocks(batch, 0)
-
-
 def test_two_ranks_equal_one(tmp_path, two_ranks):
     single = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
     single.train()
     assert_close(two_ranks["dflash"], weights(single), 1e-5)
-
-
-def test_two_ranks_load_the_best_checkpoint(two_ranks):
-    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
-        best = Path(rank["best"])
-        saved = load_file(best / "model.safetensors")
-        assert (best.parent.name, best.name) == ("run", "checkpoint-1")
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in rank["weights"].items())
 
 
 def test_two_ranks_share_out_the_rows_that_are_grouped_by_length(two_ranks):
@@ -340,26 +181,107 @@ def test_warns_where_masked_slots_cannot_differ(tmp_path, caplog):
     assert "is_causal" in caplog.text
 
 
-def test_a_card_has_the_numbers_of_its_own_weights(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    settings |= {"eval_decode_prompts": 1, "eval_max_new_tokens": 4, "license": "mit", "datasets": ["org/chats"]}
-    trainer = make_trainer(tmp_path, **settings)
+def test_compute_loss_places_the_blocks_of_a_batch(tmp_path):
+    """Those of this step in training, those of every evaluation in evaluation mode."""
+    trainer = make_trainer(tmp_path)
+    rows = [make_rows()[i] for i in (0, 1)]
+    for training, at, step in ((True, 5, 5), (False, 5, EVALUATION_STEP)):
+        trainer.model.train(training)
+        trainer.state.global_step = at
+        found = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+        assert torch.equal(found, trainer.compute_loss(trainer.model, placed_batch(trainer, rows, step)))
+
+
+def test_blocks_are_made_once_a_batch_and_before_the_target_runs(tmp_path, monkeypatch):
+    trainer, order = make_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, eval_strategy="epoch"), []
+    place_blocks, target_states = trainer.place_blocks, trainer.target_states
+    monkeypatch.setattr(trainer, "place_blocks", lambda *args: order.append("blocks") or place_blocks(*args))
+    monkeypatch.setattr(trainer, "target_states", lambda inputs: order.append("target") or target_states(inputs))
     trainer.train()
-    trainer.save_model()
-    cards = {step: ModelCard.load(tmp_path / f"checkpoint-{step}/README.md") for step in (1, 2, 3)}
-    assert [step for step, card in cards.items() if card.data.eval_results] == [2, 3]  # training ends with evaluation
-    [result] = cards[2].data.eval_results
-    evaluated = next(entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry)
-    assert result.metric_value == pytest.approx(evaluated, abs=1e-4) and "greedy, block 4" in result.dataset_config
-    assert (tmp_path / "checkpoint-2/metrics.json").exists() and not (tmp_path / "checkpoint-1/metrics.json").exists()
-    final = (tmp_path / "README.md").read_text()
-    assert final == (tmp_path / "checkpoint-3/README.md").read_text()
-    assert (ModelCard(final).data.license, ModelCard(final).data.datasets) == ("mit", ["org/chats"])
-    measured = json.loads((tmp_path / "metrics.json").read_text())
-    assert final == make_card(KimiK3DFlashConfig.from_pretrained(tmp_path), measured)
-    trainer.card_metrics = {"code": measured["held-out prompts"]}
-    trainer.save_model()
-    assert ModelCard.load(tmp_path / "README.md").data.eval_results[0].dataset_name == "code"
-    trainer.state.global_step, trainer.card_metrics = 4, None  # other weights
-    trainer.save_model()
-    assert ModelCard.load(tmp_path / "README.md").data.eval_results is None
+    # Two windows of two batches, then the one batch of an evaluation.
+    assert order == ["blocks", "blocks", "target", "target"] * 2 + ["blocks", "target"]
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def test_several_data_sets_and_streams_are_evaluated(tmp_path):
+    trainer = make_trainer(tmp_path, eval_decode_prompts=2, eval_max_new_tokens=4, eval_strategy="steps", eval_steps=2)
+    chat, code = make_rows(4), make_rows(6, seed=1)
+    alone = trainer.evaluate(chat)
+    streamed = trainer.evaluate(chat.to_iterable_dataset())
+    same = [name for name in alone if "per_second" not in name and "share" not in name and "tau" not in name]
+    assert "eval_tau" in streamed and {n: streamed[n] for n in same} == {n: alone[n] for n in same}
+    both = trainer.evaluate({"chat": chat, "code": code})
+    assert {name: both[name.replace("eval_", "eval_chat_")] for name in same} == {name: alone[name] for name in same}
+    assert "eval_code_tau" in both and both["eval_code_loss"] != both["eval_chat_loss"]
+    trainer.eval_dataset = {"chat": chat, "code": code.to_iterable_dataset()}
+    trainer.train()
+    logged = [log for log in trainer.state.log_history if "eval_code_loss" in log]
+    assert [log["step"] for log in logged] == [2] and any("eval_chat_tau" in log for log in trainer.state.log_history)
+
+
+def test_evaluate_decodes_for_real(tmp_path):
+    trainer = make_trainer(tmp_path, eval_decode_prompts=4, eval_max_new_tokens=6)
+    trainer.model.train()
+    metrics = trainer.evaluate()
+    assert trainer.model.training
+    assert metrics["eval_prompts"] == 4 and 1 <= metrics["eval_tau"] <= BLOCK
+    assert {"eval_loss", "eval_accuracy", "eval_tau_without_loops", "eval_acceptance_slot_1"} <= set(metrics)
+    assert not any(value != value for value in metrics.values())  # what was not measured is left out, not NaN
+    assert trainer.state.log_history[-1]["eval_tau"] == metrics["eval_tau"]
+    # The same anchors each time: the loss moves with the draft alone.
+    assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]
+
+
+def test_each_set_keeps_its_own_workers(tmp_path):
+    sets = {"chat": make_rows(4), "code": make_rows(6, seed=1)}
+    alone = {name: make_trainer(tmp_path).evaluate(rows)["eval_loss"] for name, rows in sets.items()}
+    trainer = make_trainer(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer.eval_dataset = sets
+    for given in (None, None, sets):
+        metrics = trainer.evaluate(given)
+        assert {name: metrics[f"eval_{name}_loss"] for name in sets} == alone
+    assert {name: trainer.evaluate(rows)["eval_loss"] for name, rows in sets.items()} == alone
+    assert trainer.get_eval_dataloader("chat") is trainer.get_eval_dataloader("chat")
+
+
+def test_a_card_has_every_set_of_the_evaluation(tmp_path):
+    trainer = make_trainer(tmp_path, eval_decode_prompts=1, eval_max_new_tokens=4)
+    sets = {"chat": make_rows(4), "code": make_rows(6, seed=1)}
+    for given, names in ((sets, ["chat", "code"]), (sets["chat"], ["held-out prompts"])):
+        trainer.evaluate(given)
+        trainer.save_model()
+        results = ModelCard.load(tmp_path / "README.md").data.eval_results
+        assert [result.dataset_name for result in results] == names
+
+
+def test_two_ranks_evaluate_each_row_once(tmp_path, two_ranks):
+    """8 rows by 3: the second rank has one batch, the first one two."""
+    single = make_trainer(tmp_path, per_device_eval_batch_size=3).evaluate()
+    for name in ("eval_loss", "eval_accuracy", "eval_rows_without_anchor"):
+        assert [two_ranks[rank]["evaluated"][name] for rank in ("rank0", "rank1")] == [pytest.approx(single[name])] * 2
+
+
+@pytest.mark.parametrize("by", ["fsdp", "zero3"])
+def test_a_sharded_draft_waits_for_no_rank_for_ever(tmp_path, monkeypatch, by):
+    """It is not decoded on one rank, and all ranks evaluate as many batches."""
+
+    def shard(trainer):
+        Trainer.create_accelerator_and_postprocess(trainer)
+        trainer.is_fsdp_enabled = True
+
+    monkeypatch.setattr(Trainer, "get_eval_dataloader", lambda trainer, rows: trainer.accelerator.even_batches)
+    assert not make_trainer(tmp_path).get_eval_dataloader()
+    if by == "fsdp":
+        monkeypatch.setattr(DraftTrainer, "create_accelerator_and_postprocess", shard)
+    else:
+        monkeypatch.setattr("blockdraft.trainer.draft_trainer.is_deepspeed_zero3_enabled", lambda: True)
+    assert make_trainer(tmp_path).get_eval_dataloader()
+    with pytest.raises(ValueError, match="`eval_decode_prompts=0`"):
+        make_trainer(tmp_path, eval_decode_prompts=1)
+
+
+def test_predict_points_to_evaluate(tmp_path):
+    with pytest.raises(ValueError, match="use `evaluate`"):
+        make_trainer(tmp_path).predict(make_rows())

@@ -96,15 +96,6 @@ def test_metrics_are_those_since_the_last_log():
     assert balance.metrics() == {}
 
 
-def test_other_trainers_get_them_with_the_loss():
-    _, balance = routed([[0, 1]])
-    step(balance)
-    evaluated, trained = {"eval_loss": 1.0}, {"loss": 1.0}
-    for logs in (evaluated, trained):
-        balance.on_log(None, None, None, logs=logs)
-    assert len(evaluated) == 1 and trained["busiest_expert"] == 2
-
-
 def test_a_collapsed_router_recovers():
     """Scores that prefer one expert for every token: the bias spreads them."""
     torch.manual_seed(0)
@@ -124,6 +115,12 @@ def test_a_collapsed_router_recovers():
     step(balance)
     metrics = balance.metrics()
     assert metrics["busiest_expert"] < 1.5 and metrics["least_used_expert"] > 0.5
+
+
+def test_a_model_without_routers_is_left_alone():
+    balance = ExpertBalance(nn.Linear(2, 2))
+    step(balance)
+    assert not balance.routers and balance.metrics() == {}
 
 
 def test_a_bias_in_half_precision_is_refused():

@@ -38,7 +38,7 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
     from transformers import GenerationConfig, set_seed
 
     from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
-    from ..evaluation.run_report import write_calibration
+    from ..evaluation.report_folder import write_calibration
     from .opening import open_draft, open_prompts, open_target
 
     if not Path(args.draft).is_dir():

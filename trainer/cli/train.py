@@ -171,11 +171,11 @@ def run(
 
     from ...modeling.families import DSPARK, FAMILIES
     from ...modeling.target.pairing import check_pair
-    from ..data.dataset import answers_of
+    from ..data.provenance import answers_of
     from ..data.rows import hub_datasets
+    from ..draft_trainer import HELD_OUT
     from ..evaluation.decoding import evaluate_decoding, held_out_prompts
-    from ..evaluation.held_out import HELD_OUT
-    from ..evaluation.run_report import write_report
+    from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
     from ..loading import check_shape, load_draft, new_draft, new_trainer
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
@@ -210,8 +210,8 @@ def run(
         eval_dataset=eval_set,
         processing_class=tokenizer,
         callbacks=[SaveOnInterrupt(), TimeEstimate()],
+        answers=answers,
     )
-    trainer.data_record = {"answers": answers}
     if not run_args.overwrite_output_dir and is_finished(trainer):
         print(f"{args.output_dir} is finished and is left as it is; `overwrite_output_dir` starts anew.")
         if trainer.publisher:
@@ -223,7 +223,7 @@ def run(
         if args.eval_decode_prompts and trainer.is_world_process_zero():
             prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
             report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
-            trainer.card_metrics = {HELD_OUT: report.headline()}
+            trainer.record_decoding({HELD_OUT: report.headline()})
             print(report.table())
             path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
             print(f"The figures are in {path}.")

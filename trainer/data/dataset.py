@@ -1,31 +1,25 @@
 """Chat rows to a training set or stream, and its batches."""
 
-import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.compute as pc
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...hub_cards.rules import is_repo_id
-from ...modeling.target.target_identity import is_other_revision, weights_fingerprint
 from .encoder import ENCODED, OUTCOME, ROW, RowEncoder, columns, examples, stable_row_id
+from .provenance import read_provenance
 from .rows import JSON_LINE, Source, open_rows
 
 logger = logging.get_logger(__name__)
 
 SHOWN_PROBLEMS = 20
 STREAM_BATCH = 64  # rows of a stream that are encoded at a time
-OWN_ANSWERS = "the target's own"
-MUST_AGREE = ("target", "revision", "chat_template_sha256", "template_kwargs")  # in what `regenerate` recorded
 
 
 @dataclass
@@ -55,21 +49,21 @@ class DataReport:
     supervised_tokens: int = 0
     provenance: dict[str, dict] = field(default_factory=dict)
 
-    def count(self, outcome: pa.Table) -> None:
-        """Adds rows, given by their columns of `OUTCOME`."""
-        problems = outcome["problem"].filter(pc.not_equal(outcome["problem"], ""))
-        kept = outcome.filter(good_rows(outcome))
-        self.rows += pc.sum(pc.equal(outcome["part"], 0)).as_py() or 0
-        self.kept += len(kept)
-        self.split += pc.sum(pc.equal(outcome["part"], 1)).as_py() or 0
-        self.truncated += pc.sum(outcome["truncated"]).as_py() or 0
-        for reason in pc.value_counts(outcome["dropped"]).to_pylist():
-            if reason["values"]:
-                self.dropped[reason["values"]] = self.dropped.get(reason["values"], 0) + reason["counts"]
-        self.bad += len(problems)
-        self.problems += problems[: SHOWN_PROBLEMS - len(self.problems)].to_pylist()
-        self.open_turns += pc.sum(kept["open"]).as_py() or 0
-        self.supervised_tokens += pc.sum(kept["supervised"]).as_py() or 0
+    def count(self, row: dict) -> None:
+        """Adds an encoded row, given by its fields of `OUTCOME`."""
+        self.rows += row["part"] == 0
+        self.split += row["part"] == 1
+        self.truncated += row["truncated"]
+        if row["dropped"]:
+            self.dropped[row["dropped"]] = self.dropped.get(row["dropped"], 0) + 1
+        elif row["problem"]:
+            self.bad += 1
+            if len(self.problems) < SHOWN_PROBLEMS:
+                self.problems.append(row["problem"])
+        else:
+            self.kept += 1
+            self.open_turns += row["open"]
+            self.supervised_tokens += row["supervised"]
 
     def check(self, max_bad_fraction: float, least_rows: int = 0) -> None:
         """Raises `ValueError` if more than this fraction of the rows, counted as `least_rows` at least, is bad."""
@@ -93,98 +87,6 @@ class DataReport:
         if self.open_turns:
             parts.append(f"{self.open_turns} without a stop token at the end (see stop_token_ids)")
         return "; ".join(parts)
-
-
-def good_rows(outcome: pa.Table) -> pa.ChunkedArray:
-    """Which rows are to be kept, by their columns of `OUTCOME`."""
-    return pc.and_(pc.equal(outcome["dropped"], ""), pc.equal(outcome["problem"], ""))
-
-
-def provenance_path(path: str | Path) -> Path:
-    """Where `blockdraft regenerate` keeps the settings of the rows in `path`."""
-    return Path(f"{path}.provenance.json")
-
-
-def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a tokenizer's chat template."""
-    return hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
-
-
-def answers_of(
-    names: Sequence[str | Path],
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target_revision: str | None = None,
-) -> str:
-    """Whose answers a draft learns from, for its card: a target is best drafted by what learned from its own. Warns of
-    files by `blockdraft regenerate` that are not known to be this target's, which was loaded at `target_revision`."""
-    files = {str(name) for name in names}
-    written = _read_provenance(sorted(files))
-    if not written:
-        return "those of the data"
-    authors = [author(settings, target, tokenizer, target_revision) for settings in written.values()]
-    answers = next((answers for answers in authors if answers != OWN_ANSWERS), OWN_ANSWERS)
-    if answers != OWN_ANSWERS:
-        writer = next(iter(written.values()))["target"]  # of all of them
-        logger.warning(
-            f"The answers in {', '.join(written)} are {answers}: `blockdraft regenerate` wrote them with "
-            f"{writer}, the target is {target.config.name_or_path}. Where that makes a difference, the draft learns "
-            "what its target would not say: regenerate them with this target and its chat template."
-        )
-    return answers if len(written) == len(files) else f"partly {answers}"
-
-
-def author(
-    settings: dict, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_revision: str | None
-) -> str:
-    """Whose the answers are that `blockdraft regenerate` wrote under `settings`: `OWN_ANSWERS` if they are this
-    target's by its weights or, where those cannot be compared, by name (or folder) and commit; else whose, by name."""
-    name, here = settings["target"], target.config.name_or_path
-    folders = os.path.isdir(name) and os.path.isdir(here)
-    same_name = name == here or (folders and os.path.samefile(name, here))
-    # A card is published, its author's folders are not.
-    shown = (name if is_repo_id(name) and not os.path.isdir(name) else Path(name).name) or "an unnamed model"
-    same_dtype = settings.get("dtype") == str(target.dtype).removeprefix("torch.")  # a cast changes weights
-    recorded = settings.get("weights_sha256") if same_dtype else None
-    weights = recorded and weights_fingerprint(target)
-    if weights:
-        if weights != recorded:
-            return f"those of {shown} with other weights" if same_name else f"those of {shown}"
-    elif not same_name:
-        return f"those of {shown}"
-    elif is_other_revision(settings["revision"], target_revision):
-        return f"those of {shown} at revision {settings['revision']}"
-    if settings["chat_template_sha256"] != chat_template_digest(tokenizer):
-        return f"{OWN_ANSWERS} under another chat template"
-    return OWN_ANSWERS
-
-
-def read_settings(path: Path) -> dict:
-    """The settings in a file by `blockdraft regenerate`; raises `ValueError` if it is damaged."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        if missing := [key for key in MUST_AGREE if key not in settings]:
-            raise KeyError(*missing)
-        return settings
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"data: {path} is damaged ({error!r}). Restore it, or delete it: its rows are then of unknown origin."
-        ) from error
-
-
-def _read_provenance(names: list[str]) -> dict[str, dict]:
-    """The settings of those files that `blockdraft regenerate` wrote; they must agree on target and template."""
-    found = {name: provenance_path(name) for name in names}
-    settings = {name: read_settings(path) for name, path in found.items() if path.is_file()}
-    for name, other in settings.items():
-        first_name, first = next(iter(settings.items()))
-        for key in MUST_AGREE:
-            if other[key] != first[key]:
-                raise ValueError(
-                    f"data: {name} was regenerated with {key}={other[key]!r}, {first_name} with {first[key]!r}; "
-                    "a draft learns one target under one template: train on sets made alike"
-                )
-    return settings
 
 
 def prepare_dataset(
@@ -233,19 +135,21 @@ def prepare_dataset(
         first += len(dataset)
     encoded = concatenate_datasets(parts)
 
-    report, ids = DataReport(provenance=_read_provenance([name for name, _ in opened])), []
-    for table in encoded.select_columns([*OUTCOME, "row_id"]).with_format("arrow").iter(batch_size=10_000):
-        report.count(table)
-        ids.append(table["row_id"].filter(good_rows(table)).combine_chunks())
+    report, ids = DataReport(provenance=read_provenance([name for name, _ in opened])), []
+    for batch in encoded.select_columns([*OUTCOME, "row_id"]).iter(batch_size=10_000):
+        for row in examples(batch):
+            report.count(row)
+        ids.append(np.array(batch["row_id"])[_are_good(batch["dropped"], batch["problem"])])
     report.check(max_bad_fraction)
     if not report.kept:
         raise ValueError(f"data: no row is left to train on: {report}")
     if report.kept < len(encoded):
-        kept = {"function": _is_good, "input_columns": ["dropped", "problem"], "batched": True}
-        encoded = encoded.filter(**kept, desc="Leaving out rows")
+        encoded = encoded.filter(
+            _are_good, input_columns=["dropped", "problem"], batched=True, desc="Leaving out rows"
+        )
     if report.bad or report.dropped or report.open_turns or report.split:
         logger.warning(str(report))
-    if repeated := report.kept - len(pc.unique(pa.chunked_array(ids))):
+    if repeated := report.kept - len(np.unique(np.concatenate(ids))):
         logger.warning(
             f"{repeated} rows have an `id` that another row has too: where both are in one step, their anchors are "
             "drawn alike. Give rows ids of their own, or none."
@@ -260,7 +164,7 @@ def _encode_batch(batch: dict[str, list], indices: list[int], encoder: RowEncode
     )
 
 
-def _is_good(dropped: list[str], problem: list[str]) -> list[bool]:
+def _are_good(dropped: list[str], problem: list[str]) -> list[bool]:
     return [not (left_out or bad) for left_out, bad in zip(dropped, problem, strict=True)]
 
 
@@ -285,7 +189,7 @@ def prepare_stream(
     """
     encoder = RowEncoder(tokenizer, max_length, **settings)
     opened = open_rows(source, streaming=True)
-    _read_provenance([name for name, _ in opened])
+    read_provenance([name for name, _ in opened])
 
     def encoded(log: bool) -> IterableDataset:
         return concatenate_datasets(
@@ -322,8 +226,8 @@ class _StreamEncoder:
         for index, row in zip(indices, examples(batch), strict=True):
             content = row.get(JSON_LINE) or json.dumps(row, sort_keys=True, default=str)
             encoded += self.encoder(row, f"{self.name}: row {index} of this process", content)
-        outcome = pa.table(columns(encoded, OUTCOME), schema=OUTCOME.arrow_schema)
-        self.report.count(outcome)
+        for row in encoded:
+            self.report.count(row)
         self.report.check(self.max_bad_fraction, least_rows=100)
         if len(indices) < STREAM_BATCH:
             self._tell(" to its end")

@@ -1,4 +1,4 @@
-"""From chat rows to rows of token ids: what a training set and a training stream do alike."""
+"""From chat rows to rows of token ids, for training sets and streams alike."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from .loss_mask import THINKING_TAGS, EncodedRow, encode_turns
 from .rows import read_row, row_id
 
-# What a training row is, and with it what became of the chat row that it was.
+# The columns of a training row, and what is noted about the chat row it comes from.
 ROW = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "row_id": Value("int64")})
 OUTCOME = Features(
     {
-        "part": Value("int32"),  # of the conversation, where it gives one row a turn
+        "part": Value("int32"),  # number of the row, where a conversation gives one row a turn
         "supervised": Value("int32"),
         "truncated": Value("bool"),
         "open": Value("bool"),
@@ -31,7 +31,7 @@ SOURCES = ("encoder.py", "loss_mask.py", "rows.py")
 
 
 def stable_row_id(row_id: int | str) -> int:
-    """An int64 that names the row in every process and run: an int is itself, a string its SHA-256's first 63 bits."""
+    """An int64 that names the row in every process and run: an int, or the first 63 bits of a string's SHA-256."""
     if isinstance(row_id, str):
         return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8]) >> 1
     return int(row_id)
@@ -45,10 +45,10 @@ class RowEncoder:
         tokenizer, assistant_turns, stop_token_ids, template_kwargs, train_on_thinking, thinking_tags: see
             [`~blockdraft.trainer.data.loss_mask.encode_row`].
         max_length: longer rows lose their end, in tokens.
-        id_prefix: told apart, the row ids of sets that are joined or interleaved do not meet.
+        id_prefix: keeps the row ids of sets apart that are joined or interleaved.
 
     Raises:
-        ValueError: for a setting that cannot be.
+        ValueError: for an impossible setting.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class RowEncoder:
             raise ValueError(f"thinking_tags are what opens and what closes a block, not {list(self.thinking_tags)}")
 
     def fingerprint(self, *more) -> str:
-        """A key of everything that the rows depend on, the same in every process; `more` are keys of the caller."""
+        """A hash of everything that the encoded rows depend on, the same in every process; `more` is hashed too."""
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         code = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in SOURCES]
         parts = [_tokenizer_key(self.tokenizer), settings, code, version("transformers"), more]
@@ -79,7 +79,8 @@ class RowEncoder:
         """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `problem` or `dropped`.
 
         Args:
-            where: its place, for messages.
+            example: fields by name, or a line of JSON.
+            where: file and row, for messages.
             default_id: its id if it has none of its own.
         """
         encoded, dropped, problem, key = [EncodedRow([], [], False)], "", "", default_id
@@ -136,8 +137,8 @@ def examples(batch: dict[str, list]) -> list[dict]:
 
 
 def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> list:
-    """What a tokenizer does to text: its vocabulary, rules, template and special tokens, not the state of padding and
-    truncation that its last call left."""
+    """What a tokenizer does to text: vocabulary, rules, template and special tokens, without the state of padding and
+    truncation that its last call left behind."""
     if tokenizer.is_fast:
         rules = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     else:

@@ -1,4 +1,4 @@
-"""Target features of training rows, kept on disk during a run: what one epoch computed, the next ones read."""
+"""Target states of training rows, kept on disk during a run: one epoch computes them, the next ones read them."""
 
 import hashlib
 import os
@@ -12,19 +12,19 @@ from torch import Tensor
 
 class FeatureCache:
     """
-    Rows of a frozen target's states, by all that the target reads of a row: two data sets that were joined may number
-    their rows alike.
+    A frozen target's states of rows, found by all that the target reads of a row: data sets that were joined may have
+    the same row ids.
 
-    The file has no name: it vanishes with the process, so that no later run reads what another target has written.
-    Each rank keeps the rows that it has seen.
+    The file has no name and vanishes with the process, so that no later run reads what another target wrote. Each rank
+    keeps the rows that it has seen.
 
     Args:
-        directory (`Path`): where the file lies; made if absent.
+        directory (`Path`): where the file is; made if absent.
     """
 
     def __init__(self, directory: Path):
         directory.mkdir(parents=True, exist_ok=True)
-        # Open as long as the cache lives. Unbuffered: a process that is forked must not write the rest of a buffer.
+        # Open as long as the cache. Unbuffered: a forked process must not write the rest of a buffer.
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self._offsets: dict[bytes, int] = {}  # in the file, by the row's digest
         self._widths: list[int] = []
@@ -34,7 +34,7 @@ class FeatureCache:
         self, inputs: dict[str, Tensor], compute: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """
-        What `compute(inputs)` returns, from disk if every row of the batch has been computed before.
+        What `compute(inputs)` returns, read from disk if every row of the batch has been computed before.
 
         Args:
             inputs: a batch with `input_ids` and `attention_mask` `[B, S]`, and `document_ids` `[B, S]` if the rows are
@@ -43,7 +43,7 @@ class FeatureCache:
 
         Returns:
             The tensors, `[B, S, width]` on the device of `inputs`. Those read from disk are zero in the padding, and
-            may differ in the last bits from what this batch would have given: the row was computed in another one.
+            may differ in the last bits from what this batch would give: the row was computed in another one.
         """
         lengths = inputs["attention_mask"].sum(-1).tolist()
         digests = _digests(inputs, lengths)

@@ -15,11 +15,11 @@ THINKING_TAGS = ("<think>", "</think>")
 
 
 class RewrittenTurns(ValueError):
-    """The template renders earlier turns of a conversation otherwise than when they were answered."""
+    """The template renders the earlier turns of a conversation differently from when they were answered."""
 
 
 class EncodedRow(NamedTuple):
-    """Token ids, loss mask (0 or 1 a token), and whether the last supervised turn lacks its stop token."""
+    """Token ids, loss mask (0 or 1 for each), and whether the last supervised turn lacks its stop token."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -35,8 +35,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **k
 
 
 def encode_turns(row: dict, tokenizer: PreTrainedTokenizerBase, assistant_turns: str = "all", **options):
-    """The rows that a conversation gives: one, or with `assistant_turns="all"` one for each supervised turn where the
-    template rewrites earlier turns (thoughts are dropped from them): each turn is then learned as it was answered.
+    """The rows that a conversation gives: one, or one for each supervised turn if `assistant_turns="all"` and the
+    template rewrites earlier turns (drops their thoughts): each turn is then learned as it was answered.
 
     Args: those of [`encode_row`].
 
@@ -70,12 +70,12 @@ def encode_row(
     """One chat row as token ids with a loss mask.
 
     The mask covers each supervised assistant turn from the first token after the generation prompt to the stop token
-    included, and nothing that the template writes after it. It comes from the template's `{% generation %}` tags where
-    it has them (and the tokenizer knows character offsets), else from what the template adds turn by turn. A thinking
-    block without content at the start of a turn is the template's scaffolding: it is not supervised.
+    included, and nothing that the template writes after it. It comes from the template's `{% generation %}` tags, if
+    there are any and the tokenizer knows character offsets, else from what the template adds turn by turn. An empty
+    thinking block at the start of a turn is written by the template: it is not supervised.
 
     Args:
-        row: see `chat_rows`.
+        row: see [`blockdraft.trainer.data.rows`].
         assistant_turns: `"all"`, or `"last"`: up to the last assistant turn, and only that one supervised.
         stop_token_ids: the tokens that end a turn; the tokenizer's `eos_token_id` if not given.
         template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving.
@@ -83,9 +83,9 @@ def encode_row(
         thinking_tags: what opens and what closes that block.
 
     Raises:
-        RewrittenTurns: a `ValueError`, if the template rewrites earlier turns so that one mask cannot be told.
-        ValueError: naming the field, if the row is malformed, if the answer does not begin as the template's
-            generation prompt does, or if an assistant turn has no supervised token.
+        RewrittenTurns: a `ValueError`, if the template rewrites earlier turns, so that no one mask fits.
+        ValueError: naming the field, if the row is malformed, if the answer does not start like the template's
+            generation prompt, or if an assistant turn has no supervised token.
     """
     stop = set(stop_token_ids or [tokenizer.eos_token_id])
     cut = row.get("finish_reason") == "length"  # then the target produced no stop token
@@ -151,7 +151,7 @@ def _id_list(row: dict, name: str, tokenizer: PreTrainedTokenizerBase) -> list[i
 
 def _turn_span(text: str, tokenizer, messages: list[dict], turn: int, kwargs: dict, tagged: bool) -> tuple[int, int]:
     """The characters of `text`, the whole conversation, that an assistant's turn adds to its generation prompt. A
-    `tagged` template marks by itself where the answer begins and need not have a generation prompt."""
+    `tagged` template marks where the answer starts and needs no generation prompt."""
     prompt = apply_template(tokenizer, messages[:turn], tokenize=False, add_generation_prompt=True, **kwargs)
     through = text
     if turn + 1 < len(messages):
@@ -159,7 +159,7 @@ def _turn_span(text: str, tokenizer, messages: list[dict], turn: int, kwargs: di
     if not text.startswith(through) or (turn + 1 < len(messages) and not tagged and not through.startswith(prompt)):
         raise RewrittenTurns(
             f"messages[{turn}]: the chat template rewrites earlier turns (what it renders up to here is not how the "
-            "whole conversation begins), so the loss mask cannot be told; use assistant_turns='last' or one row a "
+            "whole conversation starts), so the loss mask is unknown; use assistant_turns='last' or one row a "
             "turn, pass the template_kwargs used at serving, or train on the output of `blockdraft regenerate`"
         )
     if through.startswith(prompt):
@@ -168,8 +168,8 @@ def _turn_span(text: str, tokenizer, messages: list[dict], turn: int, kwargs: di
     if tagged and through.startswith(before):
         return len(before), len(through)
     raise RewrittenTurns(
-        f"messages[{turn}]: the chat template renders this answer, and the turns before it, otherwise than its "
-        "generation prompt begins it, so the loss mask cannot be told; pass the template_kwargs used at serving, "
+        f"messages[{turn}]: the chat template does not render this answer, and the turns before it, as its "
+        "generation prompt starts it, so the loss mask is unknown; pass the template_kwargs used at serving, "
         "keep the answer's thoughts (`reasoning_content`), or train on the output of `blockdraft regenerate`"
     )
 
@@ -187,7 +187,7 @@ def _mask_spans(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[lis
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], _mask_of(spans, [start for start, _ in encoded["offset_mapping"]])
-    # No offsets: encode piece by piece. The target, too, sees its prompt encoded apart from its answer.
+    # No offsets: encode piece by piece. In generation, too, a prompt is encoded apart from its answer.
     ids, mask, done = [], [], 0
     for begin, end in [*spans, (len(text), len(text))]:
         for piece, supervised in ((text[done:begin], 0), (text[begin:end], 1)):
@@ -199,8 +199,8 @@ def _mask_spans(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[lis
 
 
 def _close_turns(ids, mask, stop: set[int], cut: bool, tokenizer) -> tuple[list[int], bool]:
-    """Ends each supervised run with its stop token: takes it in where the run ends before it, and takes out the white
-    space that templates write after it. Returns the mask, and whether the last run lacks a stop token."""
+    """Ends each supervised run with its stop token: adds it if the run ends before it, and removes the white space
+    that templates write after it. Returns the mask, and whether the last run lacks a stop token."""
     mask = list(mask)
     for _, end in supervised_runs(mask):
         last = end - 1  # the run's last token that is not white space
@@ -224,8 +224,8 @@ def supervised_runs(mask: list[int]) -> list[tuple[int, int]]:
 
 
 def _without_thinking(ids: list[int], mask: list[int], tokenizer, tags: Sequence[str], only_empty: bool) -> list[int]:
-    """The mask without the thinking block that starts a run, or that its prompt has opened; only blocks without
-    content if `only_empty`. White space after the block goes with it; a block that is not closed is the whole run."""
+    """The mask without the thinking block that starts a run, or that its prompt has opened; if `only_empty`, only
+    without empty blocks. White space after the block goes too; a block that is not closed is the whole run."""
     opening, closing = tags
     mask = list(mask)
     for begin, end in supervised_runs(mask):

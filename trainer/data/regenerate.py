@@ -1,4 +1,4 @@
-"""The target's own answers to the prompts of a data set: a draft learns to predict these, not what others wrote."""
+"""The target's own answers to the prompts of a data set: what a draft has to predict is these, not other text."""
 
 import copy
 import json
@@ -15,11 +15,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...modeling.saving.atomic_save import staged_directory
 from ...modeling.target.target_identity import weights_fingerprint
-from .dataset import chat_template_digest, provenance_path, read_settings
 from .loss_mask import apply_template
+from .provenance import chat_template_digest, provenance_path, read_settings
 from .rows import Source, check_messages, iter_rows, open_rows, row_tools
 
-BATCHES_A_WINDOW = 32  # rows are sorted by length within so many batches, so that a batch has little padding
+BATCHES_A_WINDOW = 32  # rows are sorted by length among so many batches, so that a batch has little padding
 
 
 @dataclass
@@ -28,7 +28,7 @@ class RegenerateReport:
 
     Attributes:
         written: answers written, of which `stopped` ended with a stop token; the others reached `max_new_tokens`.
-        resumed: rows that the output already had.
+        resumed: rows that the output already held.
         too_long: rows left out because their prompt exceeds `max_prompt_length`.
         completion_tokens: tokens in the written answers, stop tokens included.
     """
@@ -43,7 +43,7 @@ class RegenerateReport:
 @dataclass
 class _Prompt:
     row_id: int | str
-    fields: dict  # the row as it will be written, still without its answer
+    fields: dict  # the row to be written, without its answer
     ids: list[int]
 
 
@@ -60,22 +60,22 @@ def regenerate(
     seed: int = 0,
     target_revision: str | None = None,
 ) -> RegenerateReport:
-    """Writes the target's answers as JSON lines that `prepare_dataset` reads: one row a conversation.
+    """Writes the target's answers as JSON lines that `prepare_dataset` reads, one row for each conversation.
 
     The prompt is everything before the last assistant turn (everything, if there is none), or the row's `prompt`. An
-    output row has the answer as text and as `completion_ids`, exactly the tokens that the target produced, beside its
-    `prompt_ids`, `finish_reason` ("stop" or "length") and `id`. Rows come in another order than they were read.
+    output row has the answer as text and as `completion_ids`, exactly the tokens that the target produced, with its
+    `prompt_ids`, `finish_reason` ("stop" or "length") and `id`. Rows are written in another order than they are read.
 
-    A run that was interrupted goes on where it stopped if called again: ids already in `output_path` are skipped, and
-    a line cut short is dropped and done again. The settings are kept in `OUTPUT_PATH.provenance.json`.
+    An interrupted run resumes where it stopped if called again: ids already in `output_path` are skipped, and a line
+    that was cut short is dropped and written again. The settings are kept in `OUTPUT_PATH.provenance.json`.
 
     Args:
-        source: see `chat_rows`; ids must be unique.
+        source: see [`~blockdraft.trainer.data.rows.open_rows`]; ids must be unique.
         generation_config: greedy or sampled; what it leaves unset is the target's own `generation_config`.
         max_prompt_length: longer prompts, in tokens, are left out and counted.
         template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving.
         target_revision: commit that the target was loaded at, to be recorded.
-        seed: for sampling. A resumed run draws from another seed, so its samples differ from those of one whole run.
+        seed: for sampling. A resumed run draws from another seed, so its samples are not those of one whole run.
 
     Raises:
         ValueError: if a row is malformed (file, row and field are named) or an id appears twice, if the output was
@@ -114,14 +114,14 @@ def regenerate(
 
 
 def _resolve(config: GenerationConfig | None, target, tokenizer, max_new_tokens: int) -> GenerationConfig:
-    """The settings `generate` will end up with: what `config` leaves unset comes from the target."""
+    """The settings that `generate` will use: what `config` leaves unset comes from the target."""
     config = copy.deepcopy(config) if config is not None else GenerationConfig()
     config.update(**target.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.max_new_tokens = max_new_tokens
     config.max_length = None
     for name in ("num_beams", "num_return_sequences"):
         if (getattr(config, name) or 1) > 1:
-            raise ValueError(f"{name}={getattr(config, name)}: one answer a prompt is written; set {name}=1")
+            raise ValueError(f"{name}={getattr(config, name)}: one answer is written for each prompt; set {name}=1")
     if config.stop_strings:
         raise ValueError("stop_strings: a draft learns to stop at tokens; set eos_token_id instead")
     if config.eos_token_id is None:
@@ -158,7 +158,7 @@ def _settings(
 
 
 def _check_provenance(output_path: Path, settings: dict) -> None:
-    """Writes the settings beside a new output; for one that exists, refuses other settings than its own."""
+    """Writes the settings beside a new output; refuses other settings for one that exists."""
     path = provenance_path(output_path)
     if not path.exists():
         if output_path.exists():
@@ -176,12 +176,12 @@ def _check_provenance(output_path: Path, settings: dict) -> None:
     if changed:
         raise ValueError(
             f"output_path: {output_path} was made with other settings ({'; '.join(changed)}); "
-            "choose another path, or the same settings to go on with it"
+            "choose another path, or the same settings to resume it"
         )
 
 
 def _recover(output_path: Path) -> set[int | str]:
-    """The ids already written; a last line without its end, as a crash leaves it, is cut off."""
+    """The ids already written; an incomplete last line, which a crash leaves, is cut off."""
     done: set[int | str] = set()
     if not output_path.exists():
         return done

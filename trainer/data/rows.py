@@ -17,7 +17,7 @@ from pathlib import Path
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-JSON_LINE = "json_line"  # the one column of an opened JSON file: parsed row by row, so that one bad row is one error
+JSON_LINE = "json_line"  # the only column of an opened JSON file: parsed row by row, so that a bad row is one error
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/:]+))?(?:/(?P<name>[^/:]+))?(?::(?P<split>.+))?")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 Source = Dataset | IterableDataset | str | Path | Sequence[str | Path]
@@ -30,10 +30,14 @@ def open_rows(source: Source, streaming: bool = False) -> list[tuple[str, Datase
     opened in the same way. JSONL and parquet are read in pieces; a JSON list is parsed as a whole.
 
     Args:
-        streaming: as `datasets.IterableDataset`s, read while they are iterated.
+        source: a dataset, or one or more of these names.
+        streaming: open `datasets.IterableDataset`s, which are read while they are iterated.
 
     Returns:
-        One `(name, dataset)` a file or Hub dataset; the name stands in error messages.
+        `(name, dataset)` of each file or Hub dataset; error messages use the name.
+
+    Raises:
+        ValueError: if something cannot be opened.
     """
     if isinstance(source, IterableDataset) and not streaming:
         raise ValueError("data: a streamed dataset has no length and cannot be prepared whole: use `prepare_stream`")
@@ -50,9 +54,9 @@ def open_rows(source: Source, streaming: bool = False) -> list[tuple[str, Datase
 
 
 def hub_datasets(names: Sequence[str | Path]) -> list[str]:
-    """Ids of the Hub datasets among names of chat rows, each once."""
+    """Ids of the Hub datasets among the names of chat rows, each once."""
     named = [HUB_NAME.fullmatch(str(name)) for name in names if Path(name).suffix not in SUFFIXES]
-    return sorted({hub["path"] for hub in named if hub and not Path(hub["path"]).exists()})  # else it lies here
+    return sorted({hub["path"] for hub in named if hub and not Path(hub["path"]).exists()})  # else it is local
 
 
 def _open(name: str, streaming: bool) -> Dataset | IterableDataset:
@@ -72,7 +76,7 @@ def _open(name: str, streaming: bool) -> Dataset | IterableDataset:
 
 
 def _json_list(path: str, size: int, changed: int) -> Iterator[dict]:
-    """The rows of a JSON list; size and time of change are keys of the cache."""
+    """The rows of a JSON list; size and time of change are part of the cache's key."""
     yield from ({JSON_LINE: json.dumps(row)} for row in json.loads(Path(path).read_text(encoding="utf-8")))
 
 
@@ -101,7 +105,8 @@ def _open_file(path: Path, streaming: bool) -> Dataset | IterableDataset:
 
 
 def read_row(example: dict) -> dict | None:
-    """The row held by one example of an opened dataset, without null fields; `None` for a blank line."""
+    """The row in one example of an opened dataset, without null fields; `None` for a blank line. Raises `ValueError`
+    if it is not a JSON object."""
     if example.keys() == {JSON_LINE}:
         if not example[JSON_LINE].strip():
             return None
@@ -116,7 +121,7 @@ def read_row(example: dict) -> dict | None:
 
 
 def _without_nulls(value):
-    """Arrow gives all messages, tools and arguments of a column the same fields, null where a row had none."""
+    """Arrow gives all messages, tools and arguments of a column the same fields, null if a row had none."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -151,7 +156,7 @@ def row_messages(row: dict) -> tuple[list[dict], int]:
 
 
 def _present(messages: list[dict]) -> list[dict]:
-    """Messages without null fields, which templates would write as `None`."""
+    """Messages without null fields, which templates would render as `None`."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 

@@ -12,7 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ...hub_cards.repository_files import code_files
 from ...modeling.families import FAMILIES, DraftFamily
-from ..evaluation.run_report import REPORT_NAME
+from ..evaluation.report_folder import REPORT_NAME
 from ..loading import check_draft
 from .findings import Check, Finding, fault, ok, skipped
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from ..evaluation.calibration import decode_rounds, survival_probabilities
 from ..evaluation.decoding import promises_too_much
-from ..evaluation.report import DecodingReport
+from ..evaluation.decoding_report import DecodingReport
 from .findings import Check, Finding, fault, ok, run_checks, skipped, warning
 from .measured import Acceptance
 

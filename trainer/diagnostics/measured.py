@@ -20,7 +20,8 @@ from ...modeling.draft.anchors import legal_anchors, legal_dspark_anchors, sampl
 from ...modeling.draft.block_targets import build_block_inputs, build_block_targets
 from ...modeling.target.target_features import capture_features, decoder_layers
 from ..data.dataset import DraftCollator
-from ..objectives.dflash import supervised_slots, survival
+from ..objectives.dflash import survival
+from ..objectives.slot_targets import supervised_slots
 from .findings import Check, Finding, fault, ok, warning
 from .pair import free_mask_tokens
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.dataset import OWN_ANSWERS, author, chat_template_digest
 from ..data.loss_mask import supervised_runs
+from ..data.provenance import OWN_ANSWERS, author, chat_template_digest
 from .findings import Check, Finding, fault, ok, skipped, warning
 from .pair import stop_tokens
 

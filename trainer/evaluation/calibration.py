@@ -1,16 +1,16 @@
-"""Confidence calibration: one temperature a slot, so that the head's survival estimates are shares of rounds.
+"""Confidence calibration: one temperature for each slot, so that the head's survival estimates are shares of rounds.
 
 A confidence head predicts for each drafted token whether verification will accept it, given that those before were;
 the product up to a slot is its *survival*, and a confidence schedule cuts by it. Heads tend to be over-confident.
-Sequential temperature scaling (DSpark paper; Guo et al. 2017, arXiv 1706.04599, gives temperature scaling and the
-expected calibration error, ECE) divides the logit of slot k by T_k, chosen from left to right so that the survival up
-to k is calibrated. Fitted on some prompts, judged on others.
+Sequential temperature scaling (DSpark, arXiv 2607.05147; temperature scaling and the expected calibration error, ECE:
+Guo et al. 2017, arXiv 1706.04599) divides the logit of slot k by T_k, chosen from left to right so that the survival
+up to k is calibrated. It is fitted on some prompts and tested on others.
 
-**Which slots have a label.** Decoding is greedy or sampled as it will be served, with all temperatures 1 and no cut,
-so every drafted token is verified. A slot whose place lies at or after the last token of its answer has no label:
-what follows a stop token was never text, and the slot of the stop itself is told from the draft's wrong guess in all
-rounds but the last. This leaves out the same slots whatever the draft proposed. (Leaving out only what the last round
-accepted past the stop would keep the rejections there and drop the acceptances: confidence would look too high.)
+**Which slots have a label.** Decoding is greedy or sampled, as it will be served, with all temperatures 1 and no cut,
+so every drafted token is verified. A slot at or after the last token of its answer has no label: what follows a stop
+token was never text, and in all rounds but the last the slot of the stop itself is only known from the draft's wrong
+guess. This leaves out the same slots whatever the draft proposed. (Leaving out only what the last round accepted past
+the stop would keep the rejections there and drop the acceptances: confidence would look too high.)
 """
 
 import os
@@ -43,13 +43,13 @@ EPSILON = 1e-8
 
 
 class DecodedRounds(NamedTuple):
-    """What calibration reads of verification rounds; n rounds with at least one labelled slot, g drafted slots.
+    """What calibration reads of n verification rounds with at least one labelled slot, of g drafted slots each.
 
     Attributes:
         logits (`[n, g]` float64): raw confidence logits, 0 where there is no label.
         accepted (`[n, g]` bool): whether verification accepted the slot and all before it.
-        labelled (`[n, g]` bool): whether that is known, see the module's text; the leading slots of a round.
-        prompts (`[n]` int64): index of the prompt that a round belongs to.
+        labelled (`[n, g]` bool): whether that is known, see above; true for the leading slots of a round.
+        prompts (`[n]` int64): index of the round's prompt.
     """
 
     logits: Tensor
@@ -62,11 +62,13 @@ class DecodedRounds(NamedTuple):
 
 
 def expected_calibration_error(survival: Tensor, labels: Tensor, bins: int = BINS) -> Tensor:
-    """ECE: over equal bins of [0, 1], the sum of share of samples times |mean survival - mean label|.
+    """ECE (Guo et al. 2017, section 2): over equal bins of [0, 1], the sum of the share of samples times
+    |mean survival - mean label|.
 
     Args:
-        survival (`[..., n]`): probabilities; moved into [1e-8, 1 - 1e-8].
+        survival (`[..., n]`): probabilities; clamped to [1e-8, 1 - 1e-8].
         labels (`[n]` or `[..., n]`): 0 or 1.
+        bins: number of bins.
 
     Returns:
         `[...]` float64; NaN without samples.
@@ -79,15 +81,15 @@ def expected_calibration_error(survival: Tensor, labels: Tensor, bins: int = BIN
 
 
 def fit_sequential_temperatures(logits: Tensor, accepted: Tensor, labelled: Tensor | None = None) -> list[float]:
-    """Sequential temperature scaling, slot by slot from the left.
+    """Sequential temperature scaling (DSpark, arXiv 2607.05147), slot by slot from the left.
 
-    Of 41 temperatures, 0.1 to 10 in equal ratios, a slot gets the one that gives the survival up to it, with the
-    earlier slots' temperatures fixed, the smallest ECE of 15 bins; on ties the smallest of them.
+    Of 41 temperatures, 0.1 to 10 in equal ratios, a slot gets the one with which the survival up to it, the earlier
+    slots' temperatures being fixed, has the smallest ECE of 15 bins; the smallest temperature on ties.
 
     Args:
         logits (`[n, g]`): raw confidence logits.
         accepted (`[n, g]` bool): whether verification accepted the slot and all before it.
-        labelled (`[n, g]` bool, *optional*): which of these count; leading slots of each round. Default: all.
+        labelled (`[n, g]` bool, *optional*): which of these count: leading slots of each round. Default: all.
 
     Returns:
         g temperatures.
@@ -130,7 +132,13 @@ def reliability(
 
     The interval comes from `bootstrap_samples` draws of as many prompts as there are, with replacement: rounds of one
     answer are alike, so drawing rounds would make it too narrow. An ECE sums absolute gaps, to which drawing adds
-    noise; the draws' mean is therefore moved onto the measured value.
+    noise; the draws are therefore shifted so that their mean is the measured value.
+
+    Args:
+        rounds: n decoded rounds.
+        temperatures: one for each slot; default: 1.
+        bootstrap_samples, seed: of the interval.
+        bins: of the ECE.
     """
     survival = survival_probabilities(rounds.logits, temperatures)
     slots, count = survival.shape[1], int(rounds.prompts.max()) + 1
@@ -168,10 +176,10 @@ def reliability(
 
 
 def perfect_ece(survival: Tensor, labelled: Tensor, bins: int = BINS) -> float:
-    """Mean over slots of the ECE to expect from sampling alone: labels drawn with exactly these probabilities.
+    """The mean ECE over slots that sampling alone would give: of labels drawn with exactly these probabilities.
 
-    A bin's gap is then close to normal with variance sum of a (1 - a), and a normal's mean absolute value is
-    sqrt(2 / pi) of its deviation. Rounds are taken as independent.
+    A bin's gap is then nearly normal, its variance the sum of a (1 - a), and the mean absolute value of a normal is
+    sqrt(2 / pi) of its deviation. Rounds are assumed independent.
     """
     place = torch.arange(survival.shape[1]) * bins + _bin_of(survival, bins)
     variance = torch.zeros(survival.shape[1] * bins, dtype=torch.float64).scatter_add(
@@ -194,14 +202,14 @@ def label_rounds(
     """Labels of one answer's rounds.
 
     Args:
-        confidence_logits: of each round, one for each token that it drafted; a round near the limit drafts fewer.
+        confidence_logits: for each round, one for each token it drafted; a round near the limit drafts fewer.
         accepted_lengths: tokens that each round committed, the bonus included, the prefill's token excluded.
         answer_length: tokens of the answer, the prefill's included.
         drafted: slots of a whole block.
 
     Returns:
-        `logits` `[rounds, drafted]` float64, `accepted` and `labelled` `[rounds, drafted]` bool. A round has a label
-        where it drafted a token for a place before the answer's last token.
+        `logits` `[rounds, drafted]` float64, `accepted` and `labelled` `[rounds, drafted]` bool. A slot has a label
+        if it drafted a token for a position before the answer's last token.
     """
     shape = (len(accepted_lengths), drafted)
     logits, labelled = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
@@ -228,7 +236,7 @@ def decode_rounds(
 ) -> tuple[DecodedRounds, int]:
     """Decodes prompts, one by one, until there are `rounds` labelled rounds or no prompts left.
 
-    The draft's temperatures are left out and nothing is cut. The progress bar counts rounds and estimates the time.
+    The draft's temperatures are not applied and nothing is cut. The progress bar counts rounds.
 
     Returns:
         The rounds, and how many prompts they took.
@@ -283,14 +291,14 @@ def _without_temperatures(draft: PreTrainedModel) -> Iterator[None]:
 def split_prompts(
     prompts: Sequence[Sequence[int]], fit_share: float = FIT_SHARE, seed: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Shuffled prompts, each once, in two disjoint parts: to fit on and to test on.
+    """Shuffles prompts, without repetitions, into two parts: to fit on and to test on.
 
     Raises:
         ValueError: with fewer than two different prompts.
     """
     unique = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
     if len(unique) < 2:
-        raise ValueError(f"There are {len(unique)} different prompts: calibration fits on some and tests on others.")
+        raise ValueError(f"{len(unique)} different prompts are too few: calibration fits on some and tests on others.")
     random.Random(seed).shuffle(unique)
     fit = min(max(1, round(fit_share * len(unique))), len(unique) - 1)
     return unique[:fit], unique[fit:]
@@ -308,21 +316,24 @@ def calibrate(
     seed: int = 0,
     disable_tqdm: bool | None = None,
 ) -> CalibrationReport:
-    """Fits a draft's confidence temperatures on decoded prompts and measures them on others. The draft stays as it is:
+    """Fits a draft's confidence temperatures on decoded prompts and tests them on others. The draft is not changed:
     [`save_temperatures`] writes them into a saved one.
 
     Args:
-        target, draft: a pair that [`block_decode`] takes; the draft has a confidence head.
+        target, draft: a pair that fits [`block_decode`]; the draft has a confidence head.
         prompts_fit, prompts_test: token ids that the draft was not trained on; see [`split_prompts`].
         max_new_tokens: longest answer.
         rounds: test rounds wanted; half as many are decoded for the fit, which needs fewer.
         generation_config: of the answers, as they will be served; default: greedy.
         bootstrap_samples, seed: of the interval.
-        disable_tqdm: hides the progress bars; `None` where there is no terminal.
+        disable_tqdm: hides the progress bars; `None` hides them if there is no terminal.
+
+    Returns:
+        [`CalibrationReport`].
 
     Raises:
-        ValueError: without a confidence head, without prompts, with a prompt in both parts, or where a slot never
-            gets a label.
+        ValueError: without a confidence head, without prompts, with a prompt in both parts, or if a slot never gets a
+            label.
     """
     if draft.confidence_head is None:
         raise ValueError(
@@ -335,7 +346,7 @@ def calibrate(
     if shared := set(map(tuple, prompts_fit)) & set(map(tuple, prompts_test)):
         raise ValueError(
             f"{len(shared)} prompts are in both `prompts_fit` and `prompts_test`: a test on what was fitted shows "
-            "nothing. `split_prompts` makes disjoint parts."
+            "nothing. `split_prompts` makes parts without common prompts."
         )
     decode = {"max_new_tokens": max_new_tokens, "generation_config": generation_config, "disable_tqdm": disable_tqdm}
     fit, fit_prompts = decode_rounds(target, draft, prompts_fit, (rounds + 1) // 2, description="Fitting", **decode)
@@ -343,7 +354,7 @@ def calibrate(
     if len(test.logits) < MIN_ROUNDS:
         logger.warning(
             f"The expected calibration error is measured on {len(test.logits)} rounds of {test_prompts} prompts, "
-            f"under {MIN_ROUNDS}: with so few, chance alone makes a part of it. Give more prompts."
+            f"fewer than {MIN_ROUNDS}: with so few, a part of it is chance. Give more prompts."
         )
     temperatures = fit_sequential_temperatures(fit.logits, fit.accepted, fit.labelled)
     if not test.labelled.any(0).all():
@@ -367,8 +378,8 @@ def calibrate(
 
 
 def save_temperatures(draft: PreTrainedModel, temperatures: list[float], directory: str | os.PathLike) -> Path:
-    """Puts temperatures into the draft's config and writes that config into the draft's directory, atomically; weights
-    and other files there stay, but for the card, which says so. In the directory of an adapter they go into the header
+    """Writes temperatures into the draft's config, in memory and in the draft's directory, atomically, and mentions
+    them in the card there; weights and other files are not touched. In an adapter's directory they go into the header
     of its weights. Returns the file.
 
     Raises:
@@ -380,7 +391,7 @@ def save_temperatures(draft: PreTrainedModel, temperatures: list[float], directo
     draft.config.confidence_temperatures = list(temperatures)
     if is_adapter(str(directory)):
         return update_record(directory, confidence_temperatures=draft.config.confidence_temperatures)
-    # The config that lies there: the draft may have been loaded in another dtype.
+    # The config that is there: the draft may have been loaded in another dtype.
     config = type(draft.config).from_pretrained(directory)
     config.confidence_temperatures = list(temperatures)
     if (Path(directory) / CARD).exists():

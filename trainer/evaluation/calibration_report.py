@@ -1,18 +1,18 @@
-"""What calibrating a confidence head was worth: temperatures, calibration errors before and after, reliability."""
+"""What calibrating a confidence head changed: temperatures, calibration errors before and after, reliability."""
 
 from dataclasses import asdict, dataclass
 
-from .report import markdown_table, without_nan
+from .decoding_report import markdown_table, without_nan
 
 BINS, INTERVAL = 15, 0.95  # of a calibration error; level of its bootstrap interval
 
 
 @dataclass
 class ReliabilityBins:
-    """One slot's test rounds by survival, in equal bins of [0, 1]; NaN in empty ones.
+    """One slot's test rounds by survival, in equal bins of [0, 1]; empty bins are NaN.
 
     Attributes:
-        rounds: in each bin; `confidence`: their mean survival; `accepted`: the share that verification accepted.
+        rounds: number in each bin; `confidence`: their mean survival; `accepted`: the share that was accepted.
     """
 
     rounds: list[int]
@@ -44,11 +44,11 @@ class CalibrationReport:
     Attributes:
         temperatures: one a slot, for `confidence_temperatures` of the draft's config.
         before, after: the test rounds with all temperatures 1, and with these.
-        perfect_ece: mean ECE to expect from a head that is exactly right, on as many rounds with the same survival.
+        perfect_ece: mean ECE that a head that is exactly right would have, on as many rounds with the same survival.
         fit_prompts, fit_rounds, test_prompts, test_rounds: how much was decoded.
         labelled: test rounds that have a label, by slot; `accepted`: the share of these that was accepted.
-        max_new_tokens, do_sample, dtype: of the answers. Acceptance under sampling is another one than under greedy
-            decoding, so temperatures serve the kind they were fitted on.
+        max_new_tokens, do_sample, dtype: of the answers. Acceptance differs between sampling and greedy decoding, so
+            temperatures are right for the one they were fitted on.
     """
 
     temperatures: list[float]
@@ -87,7 +87,7 @@ class CalibrationReport:
         return markdown_table(header, rows)
 
     def summary(self) -> str:
-        """What the table was measured on, in sentences."""
+        """What the table was measured on, as text."""
         kind = "sampled" if self.do_sample else "greedy"
         return (
             f"Fitted on {self.fit_rounds} rounds of {self.fit_prompts} prompts; ECE ({BINS} bins, of the survival up "

@@ -1,7 +1,7 @@
-"""Real decoding of held-out prompts, with the draft and without, and whether the text stays the target's.
+"""Real decoding of held-out prompts, with the draft and without it, and whether the text is still the target's.
 
-Every prompt is decoded alone (batch 1) through [`block_decode`], the loop that serves. What is compared is measured
-prompt by prompt in turn, in one process with the same dtype and threads, so that noise of the machine hits all alike.
+Every prompt is decoded alone (batch 1) by [`block_decode`], the loop that serves. What is compared takes turns prompt
+by prompt, in one process with the same dtype and threads, so that the machine's noise affects all alike.
 """
 
 import copy
@@ -21,7 +21,7 @@ from ...modeling.decoding.block_decoding import block_decode
 from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
 from ...modeling.decoding.plain_decoding import plain_decode
 from ..data.loss_mask import supervised_runs
-from .report import GREEDY, OFF, Answer, DecodingReport
+from .decoding_report import GREEDY, OFF, Answer, DecodingReport
 
 logger = logging.get_logger(__name__)
 
@@ -34,10 +34,11 @@ GENERATE, PLAIN_LOOP = "generate()", "plain loop"
 
 
 def held_out_prompts(dataset, n: int) -> list[list[int]]:
-    """Prompts of `n` rows spread evenly over a training set's rows; of all rows where there are no more.
+    """Prompts of `n` rows, spread evenly over a training set; of all rows if there are fewer.
 
     Args:
         dataset: rows with `input_ids` and `loss_mask`, and `document_ids` if they are packed; has a length.
+        n: most prompts.
 
     Returns:
         Token ids before the last supervised run of each row, within its document. Rows whose document starts with the
@@ -78,13 +79,17 @@ def evaluate_decoding(
     """Decodes every prompt with the draft and, to compare, with `generate()` and with the same loop without a draft.
 
     Args:
-        target, draft: a pair that [`block_decode`] takes; evaluated in eval mode.
+        target, draft: a pair that fits [`block_decode`]; both run in evaluation mode.
         prompts: token ids, not empty.
-        max_new_tokens: longest answer; replaces the length settings of `generation_config`.
+        max_new_tokens: longest answer in tokens; replaces the length settings of `generation_config`.
         generation_config: of the answers; default: greedy, with the target's stop tokens.
-        compare_with_plain: without it, no speed-up and no check against greedy decoding, in a fraction of the time.
+        compare_with_plain: without it, there is no speed-up and no check against greedy decoding, and it takes a
+            fraction of the time.
         confidence_schedule: which drafted tokens are verified; `None` for all.
-        disable_tqdm: hides the progress bar; `None` where there is no terminal.
+        disable_tqdm: hides the progress bar; `None` hides it if there is no terminal.
+
+    Returns:
+        [`DecodingReport`].
 
     Raises:
         ValueError: without prompts, or if draft and target do not fit.
@@ -97,7 +102,7 @@ def evaluate_decoding(
 
 
 def promises_too_much(estimated_tau: float, tau: float) -> bool:
-    """Whether a teacher-forced estimate promises twice the drafted tokens that decoding accepts, and then some."""
+    """Whether a teacher-forced estimate of tau promises more than twice the drafted tokens that decoding accepts."""
     return estimated_tau - 1 > 2 * (tau - 1) + 0.3
 
 
@@ -111,14 +116,19 @@ def fastest_block_size(
     confidence_schedule: Schedule | None = None,
     disable_tqdm: bool | None = None,
 ) -> tuple[int, dict[int, DecodingReport]]:
-    """Which block size to serve a draft with: a shorter block than the trained one can be faster, since drafting and
+    """Which block size to serve a draft with: a shorter block than the trained one can be faster, as drafting and
     verifying cost less and late slots are seldom accepted.
 
     Args:
         block_sizes: at most the trained one; default: its quarters.
+        target, draft, prompts, max_new_tokens, generation_config, confidence_schedule, disable_tqdm: as in
+            [`evaluate_decoding`].
 
     Returns:
         The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side.
+
+    Raises:
+        ValueError: if a size cannot be served, or as [`evaluate_decoding`].
     """
     trained, name = draft.config.block_size, _schedule_name(confidence_schedule)
     sizes = sorted(set(block_sizes or (max(2, trained * quarter // 4) for quarter in range(1, 5))))
@@ -138,7 +148,7 @@ def compare_schedules(
     compare_with_plain: bool = True,
     disable_tqdm: bool | None = None,
 ) -> dict[str, DecodingReport]:
-    """What confidence schedules change on the same prompts, measured in turn.
+    """What confidence schedules change on the same prompts, decoded in turn.
 
     ```python
     costs = measure_cost_table(target, draft, torch.tensor([prompts[0]]))
@@ -148,6 +158,8 @@ def compare_schedules(
 
     Args:
         schedules: by the name to report; `None` verifies every drafted token.
+        target, draft, prompts, max_new_tokens, generation_config, compare_with_plain, disable_tqdm: as in
+            [`evaluate_decoding`].
 
     Returns:
         The report of each, in the order given.
@@ -169,7 +181,7 @@ def served_block_size(draft: PreTrainedModel, block_size: int) -> Iterator[None]
     """Lets a draft decode with a block no longer than the one it was trained with.
 
     Raises:
-        ValueError: if `block_size` is longer, or holds no slot to draft.
+        ValueError: if `block_size` is longer, or leaves no slot to draft.
     """
     trained = draft.config.block_size
     if not 2 <= block_size <= trained:
@@ -208,8 +220,8 @@ def cost_table(
 def answer_settings(
     target: PreTrainedModel, generation_config: GenerationConfig | None, max_new_tokens: int
 ) -> GenerationConfig:
-    """A copy of the caller's settings, or greedy ones, with this limit, that makes decoders return their numbers.
-    Where the caller leaves open whether to sample, it says what the target does."""
+    """A copy of the caller's settings, or greedy ones, with this limit, under which decoders return their numbers.
+    If the caller leaves open whether to sample, the target's own setting decides."""
     config = copy.deepcopy(generation_config) or GenerationConfig(do_sample=False)
     if config.do_sample is None:
         config.do_sample = bool(target.generation_config.do_sample)
@@ -295,7 +307,7 @@ def _evaluate(
 
 
 def _decoding(config: GenerationConfig, defaults: GenerationConfig) -> str:
-    """Name of how answers are chosen; what the caller leaves open is the target's own setting."""
+    """How answers are chosen, in words; the target's own settings count where the caller leaves one open."""
     names = ("do_sample", "temperature", "top_k", "top_p", "min_p")
     do_sample, *values = [
         getattr(defaults, name) if getattr(config, name) is None else getattr(config, name) for name in names
@@ -344,7 +356,7 @@ def _answer(runs: dict[str | int, _Run], way: int, prompt_length: int) -> Answer
 def _difference(
     target: PreTrainedModel, prompt: Sequence[int], tokens: list[int], plain: list[int], config: GenerationConfig
 ) -> dict[str, float]:
-    """Where an answer leaves plain decoding, and how sure plain decoding was there."""
+    """Where an answer first differs from plain decoding, and how sure plain decoding was there."""
     pairs = enumerate(zip(tokens, plain, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(plain)))
     scores = _run(target, target.generate, prompt, config, position + 1, output_scores=True).output.scores

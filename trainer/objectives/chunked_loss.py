@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from .slot_targets import SlotTargets
+
 # Measured on a CPU (head of 32,768 x 512, fp32, 1,024 slots and more), processor time: 16 MB cost 1.5 times what 64 MB
 # do, as each product copies the head's matrix into its own layout first; 256 MB gain another eighth.
 CPU_CHUNK_BYTES = 64 * 2**20
@@ -45,7 +47,7 @@ def default_chunk_size(vocab_size: int, device_type: str) -> int:
 
 def sum_over_slots(
     slot_loss: Callable[..., SlotLoss],
-    supervised: Tensor,
+    targets: SlotTargets,
     inputs: Sequence[Tensor],
     chunk_size: int,
     recompute: bool = False,
@@ -57,23 +59,23 @@ def sum_over_slots(
 
     Args:
         slot_loss: maps n slots of `inputs` to their loss.
-        supervised (`[B, N, block_size]`): non-zero where a slot counts.
+        targets ([`SlotTargets`]): which slots are supervised.
         inputs: tensors `[B * N * block_size, ...]`.
         chunk_size (`int`): most slots at once.
-        recompute (`bool`): run each chunk anew in the backward pass instead. For parameters that are whole only while
+        recompute (`bool`): run each chunk again in the backward pass instead. For parameters that are whole only while
             their module runs, as FSDP and ZeRO-3 have them.
 
     Returns:
-        The sum, and each kept tensor as `[B, N, block_size]`, zero in unsupervised slots.
+        The sum (`[]`), and each kept tensor as `[B, N, block_size]`, zero in unsupervised slots.
     """
-    index = supervised.flatten().nonzero().flatten()
+    index, shape = targets.index, targets.supervised.shape
     run = _recomputed if recompute and torch.is_grad_enabled() else _fused
     # Without a supervised slot there is one empty chunk: a zero that still reaches the draft's parameters, so that no
     # rank of a data-parallel run waits for the gradients of another.
     total, kept = run(slot_loss, index.split(chunk_size), inputs)
     slots = []
     for values in (torch.cat(chunks) for chunks in zip(*kept, strict=True)):
-        slots.append(values.new_zeros(supervised.numel()).index_put_((index,), values).view(supervised.shape))
+        slots.append(values.new_zeros(shape.numel()).index_put_((index,), values).view(shape))
     return total, *slots
 
 

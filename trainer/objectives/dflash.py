@@ -1,14 +1,14 @@
-"""DFlash training objectives: inputs and labels of the blocks, weighted cross entropy, and acceptance metrics.
+"""DFlash training objectives (arXiv 2602.06036): weighted cross entropy of blocks, and acceptance metrics.
 
 Both objectives are one formula. Of a block at anchor a, `prefix` slots are known and the others are predicted:
 
-- fixed anchor (DFlash, arXiv 2602.06036): the prefix is the anchor alone, `prefix = 1`;
+- fixed anchor: the prefix is the anchor alone, `prefix = 1`;
 - variable prefix: a random prefix of 2 or more tokens, see
   [`blockdraft.modeling.draft.anchors.sample_prefix_lengths`].
 
-Slot j is supervised where j >= prefix and the loss mask has its label, with weight `exp(-(j - prefix) / gamma)`; the
-loss is the weighted mean over the whole batch. A layout whose slot 0 predicts too has `prefix = 0`, `label_start = 1`:
-its objective, with three terms, is in [`blockdraft.trainer.objectives.dspark`] and uses the parts that are here.
+Slot j is supervised where j >= prefix and the loss mask has its label, with weight `exp(-(j - prefix) / gamma)`, see
+[`blockdraft.trainer.objectives.slot_targets`]; the loss is the weighted mean over the whole batch. The objective of
+drafts whose slot 0 predicts too is in [`blockdraft.trainer.objectives.dspark`] and uses the parts that are here.
 
 Everything comes back as sums, so that a caller can divide by a weight gathered over accumulation steps and ranks.
 """
@@ -20,8 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ...modeling.draft.block_targets import BlockTargets, per_block
 from .chunked_loss import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
+from .slot_targets import SlotTargets
 
 
 @dataclass
@@ -69,48 +69,16 @@ class BlockLoss:
 
     @property
     def accept_len_sum(self) -> Tensor:
-        """Estimated tokens committed by verifying each block once, the target's bonus included, summed over blocks."""
+        """Tokens that verifying each block once would commit, the target's bonus included, summed over blocks."""
         return self.slot_accepted.sum() + self.valid_blocks
 
     def metrics(self) -> dict[str, float]:
-        """Teacher-forced estimates. Only real decoding tells tau: known context and labels make these optimistic."""
+        """`accuracy` of the slots, and `accept_len`, tokens that a block commits. Teacher-forced, hence optimistic:
+        only real decoding tells tau."""
         return {
             "accuracy": (self.slot_correct.sum() / self.slot_valid.sum().clamp(min=1)).item(),
             "accept_len": (self.accept_len_sum / self.valid_blocks.clamp(min=1)).item(),
         }
-
-
-def supervised_slots(mask: Tensor, prefix_lengths: Tensor | int = 1) -> Tensor:
-    """The label mask (`[B, N, block_size]`) without the known slots of each block."""
-    slots = torch.arange(mask.shape[-1], device=mask.device)
-    return mask * (slots >= per_block(prefix_lengths))
-
-
-def slot_weights(mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None) -> Tensor:
-    """Loss weights: `exp(-(j - prefix) / gamma)` on the supervised slots.
-
-    Early slots decide about the later ones, hence the decay. Known before any forward pass, so that a trainer can sum
-    the weights of an accumulation window first.
-
-    Args:
-        mask (`[B, N, block_size]` float32): label mask of [`build_block_targets`].
-        prefix_lengths (`[B, N]` int64 or `int`): known slots of each block: 1 for the fixed anchor.
-        gamma (`float`, *optional*): decay length in slots; none: no decay.
-
-    Returns:
-        `[B, N, block_size]` float32.
-
-    Raises:
-        ValueError: `gamma` not above 0.
-    """
-    supervised = supervised_slots(mask, prefix_lengths)
-    if gamma is None:
-        return supervised
-    if gamma <= 0:
-        raise ValueError(f"loss_decay_gamma must be above 0, got {gamma}; None switches the decay off.")
-    slots = torch.arange(mask.shape[-1], device=mask.device)
-    distance = (slots - per_block(prefix_lengths)).clamp(min=0)
-    return supervised * torch.exp(-distance / gamma)
 
 
 def survival(accepted: Tensor, supervised: Tensor) -> Tensor:
@@ -141,12 +109,10 @@ def block_acceptance(accepted: Tensor, supervised: Tensor) -> tuple[Tensor, Tens
     return survival(accepted, supervised).sum((0, 1)), (supervised != 0).any(-1).sum()
 
 
-def block_loss(
+def dflash_loss(
     hidden_states: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
-    targets: BlockTargets,
-    prefix_lengths: Tensor | int = 1,
-    gamma: float | None = None,
+    targets: SlotTargets,
     chunk_size: int | None = None,
 ) -> BlockLoss:
     """Weighted cross entropy of the draft's blocks, with its metrics.
@@ -156,13 +122,13 @@ def block_loss(
     Args:
         hidden_states (`[B, N * block_size, H]`): the draft's last hidden state.
         compute_logits: maps `[n, H]` hidden states to `[n, vocabulary]` logits.
-        targets: from [`build_block_targets`].
-        prefix_lengths, gamma: as in [`slot_weights`].
+        targets ([`SlotTargets`]): labels and weights.
         chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: by vocabulary and device,
             see [`~blockdraft.trainer.objectives.chunked_loss.default_chunk_size`].
+
+    Returns:
+        [`BlockLoss`], whose `loss_sum` has a gradient for `hidden_states` and for what `compute_logits` trains.
     """
-    mask = supervised_slots(targets.mask, prefix_lengths)
-    weights = slot_weights(targets.mask, prefix_lengths, gamma)
 
     def slot_loss(hidden: Tensor, labels: Tensor, weight: Tensor) -> SlotLoss:
         logits = in_fp32(compute_logits(hidden))
@@ -177,14 +143,14 @@ def block_loss(
     flat = hidden_states.flatten(0, 1)
     if chunk_size is None:
         chunk_size = default_chunk_size(compute_logits(flat[:1]).shape[-1], flat.device.type)
-    inputs = (flat, targets.token_ids.flatten(), weights.flatten())
-    loss_sum, correct = sum_over_slots(slot_loss, mask, inputs, chunk_size)
-    slot_accepted, valid_blocks = block_acceptance(correct, mask)
+    inputs = (flat, targets.token_ids.flatten(), targets.weights.flatten())
+    loss_sum, correct = sum_over_slots(slot_loss, targets, inputs, chunk_size)
+    slot_accepted, valid_blocks = block_acceptance(correct, targets.supervised)
     return BlockLoss(
         loss_sum=loss_sum,
-        weight=weights.sum(),
-        slot_valid=mask.sum((0, 1)),
-        slot_correct=(mask * correct).sum((0, 1)),
+        weight=targets.weights.sum(),
+        slot_valid=targets.supervised.sum((0, 1)),
+        slot_correct=(targets.supervised * correct).sum((0, 1)),
         slot_accepted=slot_accepted,
         valid_blocks=valid_blocks,
     )

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...modeling.draft.block_targets import DSparkTargets
 from .chunked_loss import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
-from .dflash import BlockLoss, block_acceptance, cross_entropy_gradient, slot_weights, survival, token_probabilities
+from .dflash import BlockLoss, block_acceptance, cross_entropy_gradient, survival, token_probabilities
+from .slot_targets import SlotTargets
 
 
 class DSparkAlphas(NamedTuple):
@@ -107,9 +107,8 @@ class DSparkLoss(BlockLoss):
 def dspark_loss(
     predict: Callable[..., SlotPredictions],
     inputs: Sequence[Tensor],
-    targets: DSparkTargets,
+    targets: SlotTargets,
     alphas: DSparkAlphas,
-    gamma: float | None = None,
     chunk_size: int | None = None,
     recompute: bool = False,
 ) -> DSparkLoss:
@@ -120,15 +119,16 @@ def dspark_loss(
     Args:
         predict: maps n slots of `inputs` to [`SlotPredictions`].
         inputs: what it reads, each `[B, N, block_size, ...]`.
-        targets: from [`build_dspark_targets`].
+        targets ([`SlotTargets`]): labels and weights, without a known prefix.
         alphas: weights of the terms; they also say which terms there are.
-        gamma (`float`, *optional*): decay length in slots; none: no decay.
         chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: by vocabulary and device,
             see [`default_chunk_size`].
         recompute (`bool`): make the logits once more in the backward pass, see [`sum_over_slots`].
+
+    Returns:
+        [`DSparkLoss`], whose `loss_sum` has a gradient for `inputs` and for what `predict` trains.
     """
-    mask = targets.mask
-    weights = slot_weights(mask, 0, gamma)
+    mask, weights = targets.supervised, targets.weights
     compared = mask * alphas.need_teacher
     confidence_weights = weights * (alphas.confidence > 0)
 
@@ -165,7 +165,7 @@ def dspark_loss(
         # Not under `no_grad`: autocast would keep the heads' matrices, cast without a gradient, for the chunks.
         logits = predict(*(values[:1].detach() for values in flat[2:])).logits
         chunk_size = default_chunk_size(logits.shape[-1], logits.device.type)
-    loss_sum, *terms, correct, accept, predicted = sum_over_slots(slot_loss, mask, flat, chunk_size, recompute)
+    loss_sum, *terms, correct, accept, predicted = sum_over_slots(slot_loss, targets, flat, chunk_size, recompute)
     slot_accepted, valid_blocks = block_acceptance(correct, mask)
     slot_survival, compared_blocks = block_acceptance(accept, compared)
     return DSparkLoss(

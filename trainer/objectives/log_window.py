@@ -8,24 +8,27 @@ from .dflash import BlockLoss
 
 
 class LogWindow:
-    """Sums of block losses since the last log, how many rows had no anchor, how often answers held the mask token."""
+    """Sums of block losses since the last log, how many rows had no anchor, and how often answers held the mask token.
+
+    Args:
+        loss_class: [`BlockLoss`] or a subclass with more sums.
+        block_size (`int`): slots of a block.
+        device: where the losses are.
+    """
 
     def __init__(self, loss_class: type[BlockLoss], block_size: int, device: torch.device):
         self._total = loss_class.zeros(block_size, device)
         self._rows = torch.zeros(3, device=device)  # all, those without an anchor, mask tokens in answers
         self._start = time.perf_counter()
 
-    def add(self, loss: BlockLoss) -> None:
+    def add(self, loss: BlockLoss, row_counts: torch.Tensor) -> None:
+        """Adds a batch: its loss sums, and `row_counts` of its [`BlockBatch`]."""
         self._total = self._total + loss
-
-    def count_rows(self, batch: dict[str, torch.Tensor], mask_token_id: int) -> None:
-        keep = batch["block_keep_mask"]
-        masks = (batch["input_ids"] == mask_token_id) & batch["loss_mask"].bool()
-        counts = torch.stack([torch.tensor(len(keep)), (~keep.any(-1)).sum().cpu(), masks.sum().cpu()])
-        self._rows += counts.to(self._rows.device)
+        self._rows += row_counts
 
     def metrics(self, accelerator) -> dict[str, float]:
-        """Ratios of the sums over all ranks; a slot's acceptance counts it and every slot before it as right."""
+        """Ratios of the sums over all ranks, by name. `acceptance_slot_K` is the share of blocks that are right up to
+        slot K. Without a supervised slot there are neither losses nor estimates."""
         total = type(self._total)(**accelerator.reduce(vars(self._total)))
         rows, without_anchor, masks = accelerator.reduce(self._rows).tolist()
         metrics = {"rows_without_anchor": without_anchor / max(rows, 1)}

@@ -13,7 +13,7 @@ import torch
 import blockdraft
 from blockdraft.trainer.cli.main import COMMANDS, is_wrong_input, main
 from blockdraft.trainer.cli.parser import SettingsParser
-from blockdraft.trainer.data.dataset import read_settings
+from blockdraft.trainer.data.provenance import read_settings
 from blockdraft.trainer.training_settings import TrainingSettings
 
 ROOT = Path(__file__).parents[3]

@@ -169,7 +169,7 @@ def test_the_doctor_looks_at_an_adapter_in_a_directory(hub, target, data, tmp_pa
     capsys.readouterr()
     base.rename(tmp_path / "moved")
     assert main(["doctor", TARGET, str(adapter)]) == 2
-    assert f"stands on the draft {base}, which is not there" in capsys.readouterr().err
+    assert f"belongs to the draft {base}, which is not there" in capsys.readouterr().err
 
 
 def test_export_takes_a_draft_at_a_revision(hub, tmp_path, capsys):

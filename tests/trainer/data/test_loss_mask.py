@@ -180,7 +180,9 @@ def test_thoughts_of_their_own_field_are_in_the_mask(chat_tokenizer):
     for train_on_thinking, answer in ((True, "hm</think>hi<|im_end|>"), (False, "hi<|im_end|>")):
         ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=train_on_thinking)
         assert supervised(chat_tokenizer, ids, mask) == [answer]
-    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template renders this answer.*reasoning_content"):
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]: the chat template does not render this answer.*reasoning_content"
+    ):
         encode_row({"messages": [THOUGHTS[0], {"role": "assistant", "content": "hi"}]}, chat_tokenizer)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.trainer.data.dataset import prepare_dataset, provenance_path
+from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.data.provenance import provenance_path
 from blockdraft.trainer.data.regenerate import regenerate
 
 GREEDY = GenerationConfig(do_sample=False)

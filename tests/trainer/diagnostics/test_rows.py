@@ -6,7 +6,7 @@ import pytest
 from counting_pairs import counting_tokenizer
 from doctor_patients import Patient, assert_found, sound_target
 
-from blockdraft.trainer.data.dataset import chat_template_digest
+from blockdraft.trainer.data.provenance import chat_template_digest
 from blockdraft.trainer.diagnostics.findings import FAULT, SKIPPED, WARNING, Finding, run_checks
 from blockdraft.trainer.diagnostics.rows import ROWS, check_provenance
 

@@ -31,7 +31,7 @@ from blockdraft.trainer.evaluation.calibration import (
     survival_probabilities,
 )
 from blockdraft.trainer.evaluation.decoding import evaluate_decoding
-from blockdraft.trainer.evaluation.run_report import write_calibration
+from blockdraft.trainer.evaluation.report_folder import write_calibration
 
 
 def synthetic_rounds(temperatures: list[float], n: int, rounds_a_prompt: int = 5, seed: int = 0) -> DecodedRounds:
@@ -351,7 +351,7 @@ class TestCalibrate:
         prompts = [answer[0, : len(PROMPT) + i].tolist() for i in range(2)]
         draft = confident_draft(target, answer, block_size=3)
         report = calibrate(target, draft, prompts[:1], prompts[1:], max_new_tokens=20, bootstrap_samples=2)
-        assert f"on {report.test_rounds} rounds of 1 prompts, under 5000" in caplog.text.replace("\n", " ")
+        assert f"on {report.test_rounds} rounds of 1 prompts, fewer than 5000" in caplog.text.replace("\n", " ")
 
     def test_table_json_and_plot(self, measured, tmp_path):
         report = measured[-1]

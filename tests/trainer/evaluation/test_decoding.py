@@ -19,7 +19,7 @@ from blockdraft.trainer.evaluation.decoding import (
     held_out_prompts,
     served_block_size,
 )
-from blockdraft.trainer.evaluation.report import decoding_table
+from blockdraft.trainer.evaluation.decoding_report import decoding_table
 
 PROMPT = [5, 17, 40, 3, 22, 8, 61, 30, 12]
 NEVER = 10**6
@@ -200,7 +200,7 @@ class TestSchedules:
         lines = decoding_table([*reports.values()]).splitlines()
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         assert cells[0] == ["confidence schedule", "off", "sure", "nothing"]
-        assert ["rows through the target a token", "2.00", "1.00", "1.00"] in cells
+        assert ["target tokens per committed token", "2.00", "1.00", "1.00"] in cells
 
     def test_names_in_a_report(self):
         target, answer = known("qwen3")

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from blockdraft.modeling.draft.block_targets import BlockTargets, DSparkTargets
 from blockdraft.trainer.objectives.chunked_loss import SlotLoss, default_chunk_size, sum_over_slots
-from blockdraft.trainer.objectives.dflash import block_loss, slot_weights
+from blockdraft.trainer.objectives.dflash import dflash_loss
 from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
+from blockdraft.trainer.objectives.slot_targets import SlotTargets, slot_targets
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 VOCAB, HIDDEN, RANK = 97, 12, 5
@@ -47,10 +47,9 @@ class Heads(nn.Module):
         )
 
 
-def plain_loss(predictions: SlotPredictions, targets: DSparkTargets, alphas: DSparkAlphas, gamma: float):
+def plain_loss(predictions: SlotPredictions, targets: SlotTargets, alphas: DSparkAlphas):
     """The definition over all slots at once: what autograd makes of it is the reference."""
     logits, teacher_logits, confidence = predictions
-    weights = slot_weights(targets.mask, 0, gamma).flatten()
     loss = alphas.ce * F.cross_entropy(logits, targets.token_ids.flatten(), reduction="none")
     if alphas.need_teacher:
         distance = (logits.softmax(-1) - teacher_logits.softmax(-1)).abs().sum(-1)
@@ -59,17 +58,17 @@ def plain_loss(predictions: SlotPredictions, targets: DSparkTargets, alphas: DSp
     if alphas.confidence > 0:
         bce = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
         loss = loss + alphas.confidence * bce
-    return (loss * weights).sum()
+    return (loss * targets.weights.flatten()).sum()
 
 
-def dspark_case(dtype=torch.float32):
+def dspark_case(dtype=torch.float32, supervised=0.8):
     """(heads, hidden and confidence states with a gradient, other inputs, targets)"""
     torch.manual_seed(0)
     heads = Heads().to(dtype)
     states = [(2 * torch.randn(*SHAPE, HIDDEN, dtype=dtype)).requires_grad_() for _ in range(2)]
     others = [torch.randint(VOCAB, SHAPE), 2 * torch.randn(*SHAPE, HIDDEN, dtype=dtype)]
-    mask = (torch.rand(SHAPE) > 0.2).float().cumprod(-1)
-    return heads, states, others, DSparkTargets(torch.randint(VOCAB, SHAPE), others[0], mask)
+    mask = (torch.rand(SHAPE) > 1 - supervised).float().cumprod(-1)
+    return heads, states, others, slot_targets(torch.randint(VOCAB, SHAPE), mask, 0, 4.0)
 
 
 def trained(heads, states) -> dict[str, torch.Tensor]:
@@ -91,9 +90,9 @@ def test_loss_and_gradients_equal_the_plain_definition(alphas, chunk_size, recom
     alphas = DSparkAlphas(*alphas)
     heads, states, others, targets = dspark_case()
     inputs = [*states, *others[: 2 if alphas.need_teacher else 1]]
-    expected_loss = plain_loss(heads(*(value.flatten(0, 2) for value in inputs)), targets, alphas, 4.0)
+    expected_loss = plain_loss(heads(*(value.flatten(0, 2) for value in inputs)), targets, alphas)
     expected = gradients(expected_loss, trained(heads, states))
-    loss = dspark_loss(heads, inputs, targets, alphas, 4.0, chunk_size, recompute)
+    loss = dspark_loss(heads, inputs, targets, alphas, chunk_size, recompute)
     assert_near(loss.loss_sum, expected_loss, 1e-6)
     found = gradients(loss.loss_sum, trained(heads, states))
     assert expected.keys() <= found.keys() | {"confidence_states"}
@@ -111,9 +110,10 @@ def test_cross_entropy_equals_the_plain_definition_of_far_out_logits(chunk_size)
     expected_nll = F.cross_entropy(head(hidden[0]), ids.flatten(), reduction="none")
     assert expected_nll.max() > 110
     tensors = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
-    expected_loss = (expected_nll * slot_weights(mask, 1, 7.0).flatten()).sum()
+    targets = slot_targets(ids, mask, 1, 7.0)
+    expected_loss = (expected_nll * targets.weights.flatten()).sum()
     expected = gradients(expected_loss, tensors)
-    loss = block_loss(hidden, head, BlockTargets(ids, ids, mask), 1, 7.0, chunk_size)
+    loss = dflash_loss(hidden, head, targets, chunk_size)
     assert_near(loss.loss_sum, expected_loss, 1e-6)
     for name, gradient in gradients(loss.loss_sum, tensors).items():
         assert_near(gradient, expected[name], 1e-5)
@@ -130,10 +130,10 @@ def test_logits_are_made_once_and_not_kept():
 
     loss = dspark_loss(predict, [*states, *others], targets, DSparkAlphas(), chunk_size=4)
     saved = {tuple(tensor.shape) for tensor in loss.loss_sum.grad_fn.saved_tensors}
-    flat = (targets.mask.numel(), HIDDEN)
+    flat = (targets.token_ids.numel(), HIDDEN)
     assert saved == {flat, *(tuple(parameter.shape) for parameter in heads.parameters() if parameter.requires_grad)}
     loss.loss_sum.backward()
-    assert max(sizes) == 4 and sum(sizes) == targets.mask.sum()
+    assert max(sizes) == 4 and sum(sizes) == targets.supervised.sum()
 
 
 def test_evaluation_forms_no_gradient():
@@ -146,10 +146,10 @@ def test_evaluation_forms_no_gradient():
         return SlotLoss(logits.sum(-1), (), (), ())
 
     with torch.no_grad():
-        [total] = sum_over_slots(slot_loss, targets.mask, [states[0].flatten(0, 2)], 4)
-        loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), 4.0, 4)
+        [total] = sum_over_slots(slot_loss, targets, [states[0].flatten(0, 2)], 4)
+        loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), 4)
     assert not total.requires_grad and not loss.loss_sum.requires_grad and seen and not any(seen)
-    trained_loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), 4.0, 4)
+    trained_loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), 4)
     for name, value in vars(loss).items():
         assert torch.equal(value, getattr(trained_loss, name).detach()), name
 
@@ -201,8 +201,7 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_without_a_supervised_slot_every_parameter_gets_a_zero(recompute):
-    heads, states, others, targets = dspark_case()
-    targets = targets._replace(mask=torch.zeros(SHAPE))
+    heads, states, others, targets = dspark_case(supervised=0.0)
     loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), recompute=recompute)
     found = gradients(loss.loss_sum, trained(heads, states))
     assert loss.loss_sum == 0 and found.keys() == trained(heads, states).keys()
@@ -214,12 +213,12 @@ def test_without_a_supervised_slot_every_parameter_gets_a_zero(recompute):
 def test_autocast_reaches_the_chunks(chunk_size, recompute):
     heads, states, others, targets = dspark_case()
     expected = gradients(
-        dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), 4.0).loss_sum, trained(heads, states)
+        dspark_loss(heads, [*states, *others], targets, DSparkAlphas()).loss_sum, trained(heads, states)
     )
     dtypes = []
     heads.markov.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), 4.0, chunk_size, recompute).loss_sum
+        loss = dspark_loss(heads, [*states, *others], targets, DSparkAlphas(), chunk_size, recompute).loss_sum
     found = gradients(loss, trained(heads, states))
     assert set(dtypes) == {torch.bfloat16} and loss.dtype == torch.float32 and found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -232,7 +231,7 @@ def test_half_precision_heads_add_their_chunks_in_fp32():
     head = nn.Linear(1, 2, bias=False, dtype=torch.bfloat16)
     nn.init.zeros_(head.weight)
     hidden, ids = torch.ones(1, 500, 1, dtype=torch.bfloat16), torch.zeros(1, 100, 5).long()
-    loss = block_loss(hidden, head, BlockTargets(ids, ids, torch.ones(1, 100, 5)), 0, None, 1)
+    loss = dflash_loss(hidden, head, slot_targets(ids, torch.ones(1, 100, 5), 0), 1)
     loss.loss_sum.backward()
     assert head.weight.grad.dtype == torch.bfloat16 and head.weight.grad.flatten().tolist() == [-250, 250]
 
@@ -254,8 +253,9 @@ def test_a_chunk_without_slots_is_refused(tmp_path, size):
 MEASURE = """
 import json, sys, torch
 from torch import nn
-from blockdraft.trainer.objectives.dspark import DSparkAlphas, DSparkTargets, SlotPredictions, dspark_loss
-from blockdraft.trainer.objectives.dflash import BlockTargets, block_loss
+from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
+from blockdraft.trainer.objectives.dflash import dflash_loss
+from blockdraft.trainer.objectives.slot_targets import slot_targets
 
 def memory(name):
     lines = dict(line.split(":") for line in open("/proc/self/status"))
@@ -278,9 +278,9 @@ def step(slots):
     ids, mask = torch.randint(vocab, hidden.shape[:3]), torch.ones(hidden.shape[:3])
     if sys.argv[1] == "dspark":
         inputs = [hidden, 1 * hidden, ids, torch.randn_like(hidden)]
-        loss = dspark_loss(predict, inputs, DSparkTargets(ids, ids, mask), DSparkAlphas(), 4.0)
+        loss = dspark_loss(predict, inputs, slot_targets(ids, mask, 0, 4.0), DSparkAlphas())
     else:
-        loss = block_loss(hidden.flatten(1, 2), head, BlockTargets(ids, ids, mask), 0, 7.0)
+        loss = dflash_loss(hidden.flatten(1, 2), head, slot_targets(ids, mask, 0, 7.0))
     loss.loss.backward()
 
 before = memory("VmRSS")

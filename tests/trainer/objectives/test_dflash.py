@@ -8,16 +8,11 @@ from packed_rows import document_ids_from_lengths
 from torch import nn
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.draft.block_targets import BlockTargets, build_block_inputs, build_block_targets
+from blockdraft.modeling.draft.block_targets import build_block_inputs, build_block_targets
 from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
-from blockdraft.trainer.objectives.dflash import (
-    BlockLoss,
-    block_acceptance,
-    block_loss,
-    slot_weights,
-    supervised_slots,
-)
+from blockdraft.trainer.objectives.dflash import BlockLoss, block_acceptance, dflash_loss
+from blockdraft.trainer.objectives.slot_targets import slot_targets, supervised_slots
 
 CASES = ["nogamma", "gamma7", "vp_nogamma", "vp_gamma7", "packed"]
 TOLERANCE = 5e-5
@@ -64,14 +59,8 @@ def case_step(case, sliding_window=None, chunk_size=None):
         context_hidden_states=case["in.target_hidden"],
         attention_mask=additive_mask(case_mask(case, sliding_window), torch.float32),
     ).last_hidden_state
-    loss = block_loss(
-        hidden,
-        partial(draft.compute_logits, lm_head=lm_head),
-        targets,
-        prefix,
-        case.meta["options"]["loss_decay_gamma"],
-        chunk_size,
-    )
+    targets = slot_targets(targets.token_ids, targets.mask, prefix, case.meta["options"]["loss_decay_gamma"])
+    loss = dflash_loss(hidden, partial(draft.compute_logits, lm_head=lm_head), targets, chunk_size)
     loss.loss.backward()
     return draft, hidden, loss
 
@@ -125,17 +114,6 @@ def test_variable_prefix_inputs():
     assert noise.view(3, 4).tolist() == [[3, 4, 63, 63], [8, 9, 63, 63], [63] * 4]
 
 
-def test_weights_decay_from_the_first_predicted_slot():
-    mask = torch.ones(1, 1, 5)
-    decay = [math.exp(-k / 4) for k in range(5)]
-    assert slot_weights(mask, 1, 4.0).flatten().tolist() == pytest.approx([0, *decay[:4]])
-    assert slot_weights(mask, torch.tensor([[3]]), 4.0).flatten().tolist() == pytest.approx([0, 0, 0, *decay[:2]])
-    assert slot_weights(mask, 0, 4.0).flatten().tolist() == pytest.approx(decay)
-    assert torch.equal(slot_weights(mask), supervised_slots(mask))
-    with pytest.raises(ValueError, match="loss_decay_gamma"):
-        slot_weights(mask, 1, 0.0)
-
-
 def test_perfect_draft_commits_the_whole_block():
     mask = torch.ones(3, 2, 4)
     for prefix, committed in ((1, 4), (0, 5)):  # 1+N and N layout, the bonus included
@@ -164,8 +142,8 @@ def test_loss_of_reference_hidden_states(golden, name, chunk_size):
         sizes.append(len(hidden))
         return F.linear(hidden, head)
 
-    gamma = case.meta["options"]["loss_decay_gamma"]
-    loss = block_loss(case["out.hidden"], compute_logits, targets, prefix, gamma, chunk_size)
+    targets = slot_targets(targets.token_ids, targets.mask, prefix, case.meta["options"]["loss_decay_gamma"])
+    loss = dflash_loss(case["out.hidden"], compute_logits, targets, chunk_size)
     assert_metrics(loss, case)
     assert max(sizes) <= chunk_size and sum(sizes) == case["out.valid_tokens"]
 
@@ -283,8 +261,8 @@ def test_windowed_step_equals_the_maths_written_out(golden, name, window):
 
 def test_no_supervised_slot_is_a_zero_loss_that_reaches_the_hidden_states():
     hidden = torch.randn(1, 8, 6, requires_grad=True)
-    nothing = BlockTargets(*(torch.zeros(1, 2, 4, dtype=dtype) for dtype in (torch.long, torch.long, torch.float)))
-    loss = block_loss(hidden, nn.Linear(6, 9), nothing, gamma=4.0)
+    nothing = slot_targets(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 4), gamma=4.0)
+    loss = dflash_loss(hidden, nn.Linear(6, 9), nothing)
     loss.loss.backward()
     assert loss.loss == 0 and loss.weight == 0 and loss.valid_blocks == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
@@ -295,10 +273,11 @@ def test_sums_of_micro_batches_are_the_batch(golden):
     case = golden("k3_dflash_loss_gamma7")
     _, targets, prefix = case_blocks(case)
     head = partial(F.linear, weight=case["in.lm_head_weight"])
-    whole = block_loss(case["out.hidden"], head, targets, prefix, 7.0)
-    first, second = (
-        block_loss(case["out.hidden"][row], head, BlockTargets(*(part[row] for part in targets)), prefix, 7.0)
-        for row in (slice(0, 1), slice(1, 2))
+    whole, first, second = (
+        dflash_loss(
+            case["out.hidden"][row], head, slot_targets(targets.token_ids[row], targets.mask[row], prefix, 7.0)
+        )
+        for row in (slice(None), slice(0, 1), slice(1, 2))
     )
     total = first + second
     assert_near(total.loss, whole.loss, 1e-6)
@@ -308,16 +287,16 @@ def test_sums_of_micro_batches_are_the_batch(golden):
 
 def test_only_the_loss_carries_a_gradient():
     hidden = torch.randn(1, 4, 6, requires_grad=True)
-    targets = BlockTargets(torch.zeros(1, 1, 4).long(), torch.zeros(1, 1, 4).long(), torch.ones(1, 1, 4))
-    loss = block_loss(hidden, nn.Linear(6, 9), targets)
+    targets = slot_targets(torch.zeros(1, 1, 4).long(), torch.ones(1, 1, 4))
+    loss = dflash_loss(hidden, nn.Linear(6, 9), targets)
     assert {name for name, value in vars(loss).items() if value.requires_grad} == {"loss_sum"}
 
 
 def test_half_precision_logits_are_summed_in_fp32():
     hidden = torch.randn(1, 4, 6, dtype=torch.bfloat16)
-    targets = BlockTargets(torch.zeros(1, 1, 4).long(), torch.zeros(1, 1, 4).long(), torch.ones(1, 1, 4))
+    targets = slot_targets(torch.zeros(1, 1, 4).long(), torch.ones(1, 1, 4))
     head = nn.Linear(6, 900, bias=False, dtype=torch.bfloat16)
-    loss = block_loss(hidden, head, targets)
+    loss = dflash_loss(hidden, head, targets)
     assert loss.loss_sum.dtype == torch.float32
     expected = F.cross_entropy(head(hidden[0, 1:]).float(), targets.token_ids[0, 0, 1:], reduction="sum")
     assert_near(loss.loss_sum, expected, 1e-6)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from blockdraft.modeling.draft.anchors import legal_dspark_anchors, sample_anchors
-from blockdraft.modeling.draft.block_targets import DSparkTargets, build_dspark_targets
+from blockdraft.modeling.draft.block_targets import build_dspark_targets
 from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
+from blockdraft.trainer.objectives.slot_targets import slot_targets
 
 TOLERANCE = 1e-5  # single part
 
@@ -17,12 +18,6 @@ def assert_near(actual, expected, tolerance=TOLERANCE):
     """Largest difference relative to the largest number; zeros have to be zeros."""
     difference = (actual.double() - expected.double()).abs().max()
     assert difference <= tolerance * expected.double().abs().max(), f"{difference:.2e}"
-
-
-def reference_targets(case) -> DSparkTargets:
-    """Labels of a golden that gives logits; which tokens went before is the model's matter."""
-    ids = case["in.target_ids"]
-    return DSparkTargets(ids, ids, case["in.eval_mask"].float())
 
 
 def variant_loss(case, index, chunk_size=None, requires_grad=False):
@@ -41,9 +36,8 @@ def variant_loss(case, index, chunk_size=None, requires_grad=False):
     loss = dspark_loss(
         predict,
         list(inputs.values()),
-        reference_targets(case),
+        slot_targets(case["in.target_ids"], case["in.eval_mask"].float(), 0, variant["gamma"]),
         DSparkAlphas(variant["ce"], variant["l1"], variant["conf"]),
-        variant["gamma"],
         chunk_size,
     )
     return loss, inputs
@@ -129,11 +123,10 @@ def test_loss_of_the_reference_draft(golden, name):
     loss = dspark_loss(
         SlotPredictions,
         [case[f"out.{part}"] for part in parts],
-        targets,
+        slot_targets(targets.token_ids, targets.mask, 0, options["loss_decay_gamma"]),
         DSparkAlphas(
             options["ce_loss_alpha"], options["l1_loss_alpha"], has_confidence * options["confidence_head_alpha"]
         ),
-        options["loss_decay_gamma"],
     )
     assert_near(loss.loss, case["out.loss"])
     terms = reference_terms(loss)
@@ -168,9 +161,7 @@ def test_legality_by_own_length(length, expected):
 def test_a_perfect_draft_commits_the_whole_block_and_the_bonus():
     logits, mask = torch.randn(2, 3, 4, 11), torch.ones(2, 3, 4)
     labels = logits.argmax(-1)
-    loss = dspark_loss(
-        SlotPredictions, [logits, logits], DSparkTargets(labels, labels, mask), DSparkAlphas(confidence=0.0)
-    )
+    loss = dspark_loss(SlotPredictions, [logits, logits], slot_targets(labels, mask, 0), DSparkAlphas(confidence=0.0))
     metrics = loss.metrics()
     assert metrics["estimated_tau_sampled"] == pytest.approx(5) and metrics["accept_len"] == 5
     assert metrics["accept_rate"] == pytest.approx(1) and metrics["l1_loss"] == pytest.approx(0, abs=1e-6)
@@ -178,8 +169,8 @@ def test_a_perfect_draft_commits_the_whole_block_and_the_bonus():
 
 def test_weights_decay_from_slot_0_and_the_mean_divides_by_their_sum():
     logits = torch.zeros(1, 1, 3, 7)
-    targets = DSparkTargets(*(torch.zeros(1, 1, 3).long() for _ in range(2)), torch.ones(1, 1, 3))
-    loss = dspark_loss(SlotPredictions, [logits], targets, DSparkAlphas(1.0, 0.0, 0.0), gamma=4.0)
+    targets = slot_targets(torch.zeros(1, 1, 3).long(), torch.ones(1, 1, 3), 0, 4.0)
+    loss = dspark_loss(SlotPredictions, [logits], targets, DSparkAlphas(1.0, 0.0, 0.0))
     assert loss.weight.item() == pytest.approx(sum(math.exp(-k / 4) for k in range(3)))
     assert loss.loss.item() == pytest.approx(math.log(7), rel=1e-5)  # each slot's loss is that
 
@@ -190,9 +181,8 @@ def test_no_supervised_slot_is_a_zero_loss_that_reaches_the_states():
     loss = dspark_loss(
         lambda h: SlotPredictions(head(h), head(h), h.sum(-1)),
         [hidden],
-        DSparkTargets(nothing.long(), nothing.long(), nothing),
+        slot_targets(nothing.long(), nothing, 0, 4.0),
         DSparkAlphas(),
-        gamma=4.0,
     )
     loss.loss.backward()
     assert loss.loss == 0 and loss.weight == 0 and loss.compared_blocks == 0
@@ -220,7 +210,7 @@ def test_only_the_loss_carries_a_gradient(golden):
 def test_half_precision_logits_are_compared_in_fp32():
     logits = torch.randn(2, 1, 1, 2, 300, dtype=torch.bfloat16)
     labels = torch.zeros(1, 1, 2).long()
-    targets = DSparkTargets(labels, labels, torch.ones(1, 1, 2))
+    targets = slot_targets(labels, torch.ones(1, 1, 2), 0)
     loss = dspark_loss(SlotPredictions, list(logits), targets, DSparkAlphas(confidence=0.0))
     expected = (logits[0].float().softmax(-1) - logits[1].float().softmax(-1)).abs().sum()
     assert loss.loss_sum.dtype == torch.float32

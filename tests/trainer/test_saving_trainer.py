@@ -1,53 +1,162 @@
-"""Training with pushes through a small Hub on loopback: what lies there, what a fresh process loads, what may fail."""
+"""What the drafts' Trainer saves and pushes: whole checkpoints, cards of their own weights, and what may fail."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import pytest
 import torch
 from draft_models import draft_inputs
 from draft_trainers import make_trainer, weights
+from hub_runs import EVERY_SAVE, REPO, WaitForPush, assert_on_the_hub, pushed_weights
 from hub_server import EXPIRED_TOKEN, TOKEN, Fault
-from safetensors.torch import load, load_file, save_file
-from transformers import TrainerCallback
+from huggingface_hub import ModelCard
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from blockdraft.hub_cards.upload import PublishError
-from blockdraft.trainer.draft_trainer import UNFINISHED_CHECKPOINTS, DraftTrainer
-from blockdraft.trainer.hub import UNPUBLISHED
-from blockdraft.trainer.runs import train_draft
+from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from blockdraft.hub_cards.background import UNPUBLISHED
+from blockdraft.hub_cards.card import make_card
+from blockdraft.hub_cards.retries import PublishError
+from blockdraft.trainer.draft_trainer import DraftTrainer
+from blockdraft.trainer.saving_trainer import UNFINISHED_CHECKPOINTS
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
-REPO = "user/draft"
-EVERY_SAVE = {
-    "max_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "save_total_limit": 1,
-    "push_to_hub": True,
-    "hub_model_id": REPO,
-}
+
+def test_checkpoint_is_complete_and_holds_no_target(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    names = {file.name for file in checkpoint.iterdir()}
+    assert {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "modeling_kimi_k3_dflash.py",
+        "trainer_state.json",
+    } <= names
+    assert "training_args.bin" not in names
+    assert not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(trainer.model.state_dict())
+        assert not any("embed_tokens" in key or "lm_head" in key for key in file.keys())
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["training"]["global_step"] == 2
+    assert config["objective"] == {"loss_type": "fixed_anchor", "loss_decay_gamma": 4.0, "num_anchors": 3}
+    assert config["target"]["model_type"] == "kimi_k3_text"
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in trainer.target.parameters())
+    assert not any(module is trainer.target for module in trainer.model.modules())
 
 
-class WaitForPush(TrainerCallback):
-    """Waits for each push before the next step, and reports what the run then owes the Hub."""
+def test_checkpoint_loads_where_the_package_is_absent(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train()
+    expected = {name: tensor.double().sum().item() for name, tensor in weights(trainer).items()}
+    code = (
+        "import sys, json; sys.modules['blockdraft'] = None\n"
+        "from transformers import AutoModel\n"
+        f"draft = AutoModel.from_pretrained({str(tmp_path / 'checkpoint-2')!r}, trust_remote_code=True)\n"
+        "print(json.dumps({n: t.double().sum().item() for n, t in draft.state_dict().items()}))"
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == expected
 
-    def __init__(self, trainer, then=lambda step: None):
-        self.trainer, self.then = trainer, then
 
-    def on_save(self, args, state, control, **kwargs):
-        self.trainer.publisher.wait()
-        self.then(state.global_step)
+def test_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
+    """A save that dies half-way leaves the last complete checkpoint the newest."""
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+
+    def full_disk(output_dir):
+        if output_dir.endswith("checkpoint-2"):
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer, "_save_rng_state", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    again = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    (tmp_path / "checkpoint-1" / "rng_state.pth").unlink(missing_ok=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert (tmp_path / "checkpoint-2").exists() and not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
 
 
-def pushed_weights(hub, revision="main", folder=""):
-    return load(hub.repos[REPO].tree(revision)[f"{folder}model.safetensors"].content)
+def test_best_checkpoint_is_recorded_under_its_final_name(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        max_steps=3,
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == tmp_path and (best / "model.safetensors").exists()
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
 
 
-def assert_on_the_hub(hub, trainer, revision="main", folder=""):
-    torch.testing.assert_close(pushed_weights(hub, revision, folder), weights(trainer), rtol=0, atol=0)
+@pytest.mark.parametrize(("losses", "best"), [((1.0,), None), ((5.0, 2.0, 1.0), 2)])
+def test_only_a_saved_checkpoint_is_the_best_one(tmp_path, losses, best):
+    """Every step is evaluated, every second one saved; beside the best one no more than the last one is kept."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(tmp_path, max_steps=4, load_best_model_at_end=True, save_total_limit=1, **settings)
+    values = itertools.chain(losses, itertools.repeat(9.0))
+    trainer.evaluate = lambda **_: {"eval_loss": next(values)}
+    trainer.train()
+    kept = tmp_path / f"checkpoint-{best or 4}"
+    assert trainer.state.best_model_checkpoint == (str(kept) if best else None)
+    assert [*tmp_path.glob("checkpoint-*")] == [kept]
+    saved = load_file(kept / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(trainer).items())
+    trainer.save_model()
+    said = json.loads((tmp_path / "config.json").read_text())["training"]
+    assert (said["global_step"], said["epoch"]) == (best or 4, (best or 4) / 4)
+
+
+def test_two_ranks_load_the_best_checkpoint(two_ranks):
+    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
+        best = Path(rank["best"])
+        saved = load_file(best / "model.safetensors")
+        assert (best.parent.name, best.name) == ("run", "checkpoint-1")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in rank["weights"].items())
+
+
+def test_a_card_has_the_numbers_of_its_own_weights(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    settings |= {"eval_decode_prompts": 1, "eval_max_new_tokens": 4, "license": "mit", "datasets": ["org/chats"]}
+    trainer = make_trainer(tmp_path, **settings)
+    trainer.train()
+    trainer.save_model()
+    cards = {step: ModelCard.load(tmp_path / f"checkpoint-{step}/README.md") for step in (1, 2, 3)}
+    assert [step for step, card in cards.items() if card.data.eval_results] == [2, 3]  # training ends with evaluation
+    [result] = cards[2].data.eval_results
+    evaluated = next(entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry)
+    assert result.metric_value == pytest.approx(evaluated, abs=1e-4) and "greedy, block 4" in result.dataset_config
+    assert (tmp_path / "checkpoint-2/metrics.json").exists() and not (tmp_path / "checkpoint-1/metrics.json").exists()
+    final = (tmp_path / "README.md").read_text()
+    assert final == (tmp_path / "checkpoint-3/README.md").read_text()
+    assert (ModelCard(final).data.license, ModelCard(final).data.datasets) == ("mit", ["org/chats"])
+    measured = json.loads((tmp_path / "metrics.json").read_text())
+    assert final == make_card(KimiK3DFlashConfig.from_pretrained(tmp_path), measured)
+    trainer.record_decoding({"code": measured["held-out prompts"]})
+    trainer.save_model()
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results[0].dataset_name == "code"
+    trainer.state.global_step = 4  # other weights
+    trainer.save_model()
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results is None
+
+
+# ---- the Hub --------------------------------------------------------------------------------------------------------
 
 
 FRESH_PROCESS = """
@@ -127,109 +236,6 @@ def test_strategies(hub, tmp_path, strategy, folders):
     assert hub.repos[REPO].history() == ["initial commit"]
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "all_checkpoints"])
-def test_a_failed_push_is_made_up_for_at_the_next_save(hub, tmp_path, caplog, strategy):
-    """No right to write for the first two saves: training goes on, each failure is said once, nothing is lost."""
-    trainer = make_trainer(tmp_path, **EVERY_SAVE, hub_strategy=strategy)
-    heads = {}
-
-    def then(step):
-        heads[step] = hub.repos[REPO].history()[0]
-        if step == 2:
-            hub.faults = []
-
-    trainer.add_callback(WaitForPush(trainer, then))
-    hub.faults = [Fault("/commit/", 403, times=100)]
-    with caplog.at_level("WARNING", logger="blockdraft"):
-        trainer.train()
-    assert heads == {1: "initial commit", 2: "initial commit", 3: "Training in progress, step 3"}
-    assert trainer.publisher.failures == 2 and trainer.publisher.error is None
-    said = [record.getMessage() for record in caplog.records if "A push failed" in record.getMessage()]
-    assert len(said) == 2 and all("user/draft" in line and "no right to write" in line for line in said)
-    assert_on_the_hub(hub, trainer)
-    if strategy == "all_checkpoints":  # the first two were deleted here meanwhile (`save_total_limit`)
-        assert {f"checkpoint-{step}/optimizer.pt" for step in (1, 2, 3)} < set(hub.repos[REPO].tree())
-    assert not (tmp_path / UNPUBLISHED).exists()
-
-
-class PowerCut(TrainerCallback):
-    """At the start of the step after `step`, or at the end."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise InterruptedError
-
-    def on_train_end(self, args, state, control, **kwargs):
-        raise InterruptedError
-
-
-@pytest.mark.parametrize("last_step", [2, 3])
-def test_what_a_run_that_was_cut_off_owes_is_owed_by_the_next_one(hub, tmp_path, caplog, last_step):
-    """No push of the first run comes through, and its older checkpoints are deleted here; only what is whole and is
-    owed to this repository goes up."""
-    settings = EVERY_SAVE | {"hub_strategy": "all_checkpoints"}
-    trainer = make_trainer(tmp_path, **settings)
-    trainer.add_callback(WaitForPush(trainer))
-    trainer.add_callback(PowerCut(last_step))
-    hub.faults = [Fault("/commit/", 403, times=1000)]
-    with pytest.raises(InterruptedError):
-        train_draft(trainer)
-    staging = tmp_path / UNPUBLISHED
-    assert {path.name for path in staging.glob("*/*")} == {f"checkpoint-{step + 1}" for step in range(last_step)}
-    for name in ("user--draft@x/unfinished", "user--other@x/checkpoint-8"):
-        (staging / name).mkdir(parents=True)
-        (staging / name / "config.json").touch()
-
-    hub.faults = []
-    with caplog.at_level("WARNING", logger="blockdraft"):
-        again = make_trainer(tmp_path, **settings)
-    owed = ", ".join(f"checkpoint-{step + 1}" for step in range(last_step))
-    assert f"An earlier run owes user/draft {owed}:" in caplog.text
-    assert "owed another repository checkpoint-8, which is dropped" in caplog.text
-    train_draft(again)
-    tree = hub.repos[REPO].tree()
-    folders = {name.split("/")[0] for name in tree if name.startswith("checkpoint-")}
-    assert folders == {f"checkpoint-{step}" for step in (1, 2, 3)}
-    assert all(f"{folder}/optimizer.pt" in tree and f"{folder}/model.safetensors" in tree for folder in folders)
-    assert_on_the_hub(hub, again)
-    assert not staging.exists()
-
-
-@pytest.mark.parametrize(("strategy", "overwrite"), [("every_save", False), ("all_checkpoints", True)])
-def test_a_run_that_starts_anew_or_keeps_the_last_only_owes_nothing_from_before(hub, tmp_path, strategy, overwrite):
-    snapshot = tmp_path / UNPUBLISHED / "user--draft@x" / "checkpoint-2"
-    snapshot.mkdir(parents=True)
-    trainer = make_trainer(tmp_path, **EVERY_SAVE, hub_strategy=strategy)
-    assert snapshot.exists() == overwrite
-    train_draft(trainer, overwrite_output_dir=overwrite)
-    assert trainer.publisher.failures == 0 and not (tmp_path / UNPUBLISHED).exists()
-    assert_on_the_hub(hub, trainer)
-
-
-def test_a_push_that_fails_last_is_made_up_for_at_the_end(hub, tmp_path, caplog):
-    """The token expires in the middle of training; a new one is there when it ends."""
-    trainer = make_trainer(tmp_path, **EVERY_SAVE)
-
-    def then(step):
-        if step == 1:
-            hub.users[TOKEN] = None
-
-    class LogInAgain(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            hub.users[TOKEN] = "user"
-
-    trainer.add_callback(WaitForPush(trainer, then))
-    trainer.add_callback(LogInAgain())
-    with caplog.at_level("WARNING", logger="blockdraft"):
-        trainer.train()
-    assert trainer.publisher.failures == 2 and caplog.text.count("expired (401)") == 2
-    assert hub.repos[REPO].history()[:2] == [f"Training in progress, step {step}" for step in (3, 1)]
-    assert_on_the_hub(hub, trainer)
-
-
 def test_a_hub_out_of_reach_does_not_end_a_training(hub, tmp_path, caplog):
     """Not at its start, not in it, not when it is saved; an explicit push says so, and works when the Hub is back."""
     hub.faults = [Fault("repos/create", 503, times=1000)]
@@ -262,25 +268,6 @@ def test_other_processes_push_nothing(hub, tmp_path, monkeypatch):
     trainer.train()
     trainer.save_model()
     assert trainer.push_to_hub() is None and hub.requests == []
-
-
-def test_saves_go_on_while_an_upload_is_on_its_way(hub, tmp_path):
-    """An upload that takes longer than training: the checkpoints meanwhile are skipped or, asked for, queued."""
-    for always, steps in ((False, (3, 1)), (True, (3, 2, 1))):
-        hub.repos.clear()
-        trained = threading.Event()
-        hub.before_commit = lambda trained=trained: trained.wait(20)
-
-        class Trained(TrainerCallback):
-            def on_train_end(self, args, state, control, trained=trained, **kwargs):
-                trained.set()
-
-        trainer = make_trainer(tmp_path / str(always), **EVERY_SAVE, hub_always_push=always)
-        trainer.add_callback(Trained())
-        trainer.train()
-        expected = [f"Training in progress, step {step}" for step in steps]
-        assert hub.repos[REPO].history() == [*expected, "initial commit"]
-        assert_on_the_hub(hub, trainer)
 
 
 def test_a_full_disk_loses_nothing(hub, tmp_path, monkeypatch):

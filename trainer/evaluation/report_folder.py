@@ -1,4 +1,4 @@
-"""Folders that show a trained draft: real decoding, or its calibration, as Markdown and JSON with plots."""
+"""Report folders: how a draft decodes, or how it was calibrated, as Markdown and JSON with plots."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from ...hub_cards.plots import BLUE, GREY, ORANGE, acceptance_figure, new_axes, new_panels, shades
 from ...modeling.saving.atomic_save import staged_directory
 from .calibration_report import CalibrationReport, ReliabilityBins
-from .report import DecodingReport, column_names, decoding_table, without_nan
+from .decoding_report import DecodingReport, column_names, decoding_table, without_nan
 
 REPORT_NAME, CALIBRATION_NAME, RELIABILITY = "report", "calibration", "reliability.png"
 LOSS, LEARNED, EXPERTS = "loss.png", "acceptance_in_training.png", "expert_load.png"
@@ -37,7 +37,7 @@ def write_report(
     Args:
         folder: made if absent.
         log_history: `trainer.state.log_history`, for curves of the loss, of each slot's acceptance and of the experts'
-            load, as far as logged; empty for a draft that was not trained here.
+            load, as far as these were logged; empty for a draft that was not trained here.
         reports: of one measurement, as [`fastest_block_size`] or [`compare_schedules`] returns them.
         command: what to run to measure this again.
 
@@ -65,6 +65,7 @@ def write_calibration(folder: str | os.PathLike, report: CalibrationReport, comm
 
     Args:
         folder: made if absent.
+        report: of [`~blockdraft.trainer.evaluation.calibration.calibrate`].
         command: what to run to measure this again.
 
     Returns:
@@ -77,9 +78,9 @@ def write_calibration(folder: str | os.PathLike, report: CalibrationReport, comm
 
 
 def reliability_plot(report: CalibrationReport):
-    """Of each slot and bin of the test rounds, the share that was accepted over what the head said, before and after:
-    a matplotlib `Figure`. A calibrated head lies on the diagonal. A marker's area shows a bin's rounds; bins with
-    fewer than 10 are left out."""
+    """For each slot, the share of test rounds that was accepted over what the head said, in bins, before and after: a
+    matplotlib `Figure`. A calibrated head lies on the diagonal. A marker's area shows a bin's rounds; bins with fewer
+    than 10 are left out."""
     figure, panels = new_panels("cumulative confidence", "accepted (%)", columns=2)
     for axes, title, reliability in zip(panels, ("before", "after"), (report.before, report.after), strict=True):
         axes.plot([0, 1], [0, 100], color=GREY, linewidth=1, linestyle="--")
@@ -102,7 +103,7 @@ def _plot_bins(axes, bins: ReliabilityBins, colour, label: str) -> None:
 
 
 def remove_reports(folder: str | os.PathLike) -> None:
-    """Deletes what [`write_report`] and [`write_calibration`] left in a folder, before other weights come there."""
+    """Deletes what [`write_report`] and [`write_calibration`] left in a folder, before it gets other weights."""
     _remove(folder, (*TEXTS, *CAPTIONS, RELIABILITY))
 
 
@@ -125,8 +126,8 @@ def _write(folder: str | os.PathLike, name: str, text: list[str], values: dict, 
 
 
 def _curves(log_history: list[dict], ylabel: str, styles: dict[str, dict]):
-    """A figure of logged values over steps, each by its key with matplotlib's settings of its line; `None` if there is
-    none of them."""
+    """A figure of logged values over steps, by their keys, each with matplotlib's settings of its line; `None` if none
+    was logged."""
     figure, axes = new_axes("optimizer step", ylabel)
     for key, style in styles.items():
         if points := [(entry["step"], entry[key]) for entry in log_history if key in entry]:

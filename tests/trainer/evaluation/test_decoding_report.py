@@ -7,7 +7,7 @@ import pytest
 from decoding_reports import LOOP, TEXT, make_answer, make_report
 
 from blockdraft.hub_cards.results import read_results
-from blockdraft.trainer.evaluation.report import decoding_table
+from blockdraft.trainer.evaluation.decoding_report import decoding_table
 
 
 def test_loops_are_counted_apart():

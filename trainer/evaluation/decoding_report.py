@@ -1,4 +1,4 @@
-"""What decoding with a draft was worth: acceptance, speed-up, time of a round, equality with greedy decoding."""
+"""What decoding with a draft gains: acceptance, speed-up, time of a round, equality with greedy decoding."""
 
 import math
 from collections import Counter
@@ -19,17 +19,17 @@ class Answer:
     """One decoded prompt.
 
     Attributes:
-        prompt_length: tokens.
-        tokens: the answer's ids, a stop token included.
+        prompt_length: in tokens.
+        tokens: ids of the answer, a stop token included.
         accepted_lengths: tokens committed by each verification round, the bonus included; what follows a stop or the
-            limit, and the prefill's token, excluded.
-        verified_lengths: rows that each round ran through the target, the anchor's included.
-        seconds: wall-clock of the whole call (`wall`), and of its parts: `prefill`, `target` (verification), `draft`,
-            `rest` (the loop's own work).
-        plain: by plain decoder, its answer's tokens and its wall-clock seconds; empty if not compared.
+            limit, and the prefill's token, are excluded.
+        verified_lengths: tokens that the target verified in each round, the anchor included.
+        seconds: wall-clock time of the whole call (`wall`) and of its parts: `prefill`, `target` (verification),
+            `draft`, `rest` (the loop's own work).
+        plain: by plain decoder, number of its answer's tokens and wall-clock seconds; empty if not compared.
         plain_step_seconds: one target forward on one token; `None` if not compared.
-        difference: where the answer leaves greedy `generate()`: `position` in the answer, `gap` between the two best
-            scores of plain decoding there; `None` if equal or not compared.
+        difference: where the answer first differs from greedy `generate()`: `position` in the answer, `gap` between
+            the two best scores of plain decoding there; `None` if equal or not compared.
     """
 
     prompt_length: int
@@ -48,13 +48,13 @@ class Answer:
 
 @dataclass
 class DecodingReport:
-    """Answers of a draft and its target, and what follows from them. NaN is what no round or comparison defines.
+    """Answers of a draft and its target, and what follows from them. What no round or comparison defines is NaN.
 
     Attributes:
-        block_size: as served; `drafted`: the tokens that such a block drafts, one fewer where the anchor has a slot of
-            its own.
+        block_size: as served; `drafted`: tokens that such a block drafts, one fewer if the anchor has a slot of its
+            own.
         confidence_schedule: name of what chose the drafted tokens to verify; "off" if all were.
-        max_new_tokens: the limit of an answer.
+        max_new_tokens: limit of an answer.
         dtype, device, threads: of the target, for the plain decoders too.
         tie_gap: logits this close are a tie.
         checks_equality: whether answers must equal greedy decoding: an fp32 target, greedy, compared.
@@ -80,17 +80,18 @@ class DecodingReport:
 
     @property
     def tau(self) -> float:
-        """Tokens committed by verification rounds / rounds."""
+        """The acceptance length: tokens committed by verification rounds / rounds."""
         return _mean(self.accepted_lengths)
 
     @property
     def tau_without_loops(self) -> float:
-        """Tau over the answers that do not loop: a loop is easily drafted."""
+        """Tau over the answers that do not loop: loops are easily drafted."""
         return _mean([n for answer in self.answers if not answer.is_looping for n in answer.accepted_lengths])
 
     @property
     def rows_per_token(self) -> float:
-        """Rows that verification ran through the target / tokens it committed; 1 for plain decoding."""
+        """Target tokens per committed token: tokens that verification ran through the target / tokens it committed; 1
+        for plain decoding."""
         rows = sum(length for answer in self.answers for length in answer.verified_lengths)
         return _ratio(rows, sum(self.accepted_lengths))
 
@@ -140,13 +141,13 @@ class DecodingReport:
 
     @property
     def differences(self) -> list[dict[str, float]]:
-        """Answers that leave greedy decoding: `prompt` (index), `position`, `gap`."""
+        """Answers that differ from greedy decoding: `prompt` (index), `position`, `gap`."""
         return [{"prompt": i} | a.difference for i, a in enumerate(self.answers) if a.difference is not None]
 
     @property
     def equal_to_greedy(self) -> bool | None:
-        """Whether all answers are those of greedy `generate()`, but for ties on at most 1% of them; `None` where that
-        is not asked for: another dtype than fp32, sampling, not compared."""
+        """Whether all answers are those of greedy `generate()`, but for ties on at most 1% of them; `None` if that
+        cannot be asked: another dtype than fp32, sampling, not compared."""
         if not self.checks_equality:
             return None
         gaps = [difference["gap"] for difference in self.differences]
@@ -161,7 +162,7 @@ class DecodingReport:
 
     @property
     def protocol(self) -> dict[str, str | int]:
-        """How this was measured: what has to agree between numbers that are compared."""
+        """How this was measured: what must agree between numbers that are compared."""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         protocol = {
             "decoding": self.decoding,
@@ -179,7 +180,7 @@ class DecodingReport:
 
     def headline(self) -> dict:
         """What a model card shows, without what was not measured: a few of [`metrics`], the `protocol` and
-        `acceptance_by_slot`. JSON takes it."""
+        `acceptance_by_slot`, ready for JSON."""
         metrics = self.metrics()
         headline = {name: metrics[name] for name in HEADLINE if not math.isnan(metrics[name])}
         if self.accepted_lengths:
@@ -234,7 +235,7 @@ class DecodingReport:
             "tokens; rounds": f"{m['tokens']:.0f}; {m['rounds']:.0f}",
             "tau (tokens a round)": f"{m['tau']:.2f}",
             "tau without looping answers": f"{m['tau_without_loops']:.2f}",
-            "rows through the target a token": f"{m['rows_per_token']:.2f}",
+            "target tokens per committed token": f"{m['rows_per_token']:.2f}",
             "looping answers": f"{m['looping_answers']:.0f} ({m['looping_share']:.0%})",
             "tokens/s with draft": f"{m['tokens_per_second']:.1f}",
         }
@@ -269,8 +270,8 @@ class DecodingReport:
 
 
 def column_names(reports: Sequence[DecodingReport]) -> tuple[str, list[str]]:
-    """What tells reports of one measurement apart, and its value in each: the confidence schedule where they differ in
-    that, else the block size."""
+    """What tells the reports of one measurement apart, and its value in each: the confidence schedule if they differ
+    in that, else the block size."""
     schedules = [report.confidence_schedule for report in reports]
     if len(set(schedules)) > 1:
         return "confidence schedule", schedules
@@ -301,7 +302,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def without_nan(value):
-    """A tree of dicts and lists as JSON takes it: NaN becomes `None`, tuples become lists."""
+    """A tree of dicts and lists, ready for JSON: NaN becomes `None`, tuples become lists."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

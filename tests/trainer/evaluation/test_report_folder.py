@@ -5,7 +5,7 @@ import json
 import pytest
 from decoding_reports import TEXT, make_answer, make_report
 
-from blockdraft.trainer.evaluation.run_report import _labels, remove_reports, write_report
+from blockdraft.trainer.evaluation.report_folder import _labels, remove_reports, write_report
 
 HISTORY = [
     {"loss": 3.0, "step": 10},

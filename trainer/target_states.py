@@ -1,0 +1,121 @@
+"""What a frozen target gives to training: the features that its draft reads, and the states that its LM head reads."""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..configuration.configuration_draft import DraftConfig
+from ..modeling.draft.anchors import document_positions
+from ..modeling.target.target_features import capture_features
+
+PROBE_TOKENS = 48  # of a row, on which it is tried whether a target keeps documents apart
+
+
+class _HeadReached(BaseException):
+    """Ends a target forward in front of its LM head; not an `Exception`, so no wrapper's handler swallows it."""
+
+
+class TargetStates:
+    """
+    Reads the states of a frozen target: one forward a batch, which ends where nothing more is read.
+
+    Args:
+        target: the frozen causal LM.
+        config ([`DraftConfig`]): its `target_layer_ids` and `capture_point` say what the draft reads.
+        device: where the states are wanted.
+    """
+
+    def __init__(self, target: PreTrainedModel, config: DraftConfig, device: torch.device):
+        self._target, self._config, self._device = target, config, device
+        self._accepts = inspect.signature(target.get_decoder().forward).parameters
+        self._keeps_documents_apart = False
+
+    @torch.no_grad()
+    def read(self, inputs: dict[str, Tensor], head_input: bool = False) -> tuple[Tensor, ...]:
+        """
+        Runs the target on a batch.
+
+        Args:
+            inputs: `input_ids` and `attention_mask`, or `document_ids` in its place for packed rows, all `[B, S]`.
+            head_input (`bool`): also return what the target's LM head reads.
+
+        Returns:
+            The draft's features `[B, S, F * hidden_size]`, F = `len(target_layer_ids)`, and with `head_input` the
+            states `[B, S, hidden_size]`, in the target's dtype.
+
+        Raises:
+            ValueError: if the rows are packed and the target mixes their documents (tried on the first that come), or
+                if it makes its logits without calling the head whose input is wanted.
+        """
+        if "document_ids" in inputs and not self._keeps_documents_apart:
+            self._check_documents_apart(inputs)
+            self._keeps_documents_apart = True
+        return self._features_and_head_input(inputs) if head_input else (self._features(inputs),)
+
+    def _features(self, inputs: dict[str, Tensor]) -> Tensor:
+        where = (self._config.target_layer_ids, self._config.capture_point)
+        with capture_features(self._target, *where, stop_after_last=True) as capture:
+            capture.run(**self._target_inputs(inputs))
+            return capture.features(self._device)
+
+    def _features_and_head_input(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        read = []
+
+        def keep_and_stop(head: nn.Module, args: tuple) -> None:
+            read.append(args[0])
+            raise _HeadReached
+
+        hook = self._target.get_output_embeddings().register_forward_pre_hook(keep_and_stop)
+        try:
+            with capture_features(self._target, self._config.target_layer_ids, self._config.capture_point) as capture:
+                try:
+                    capture.run(**self._target_inputs(inputs))
+                except _HeadReached:
+                    pass
+                features = capture.features(self._device)
+        finally:
+            hook.remove()
+        if not read:
+            raise ValueError(
+                f"{type(self._target).__name__} makes its logits without calling `get_output_embeddings()`, so the "
+                "states that its head reads are unknown. Train with `l1_loss_alpha=0` and `confidence_head_alpha=0`."
+            )
+        return features, read[0].to(self._device)
+
+    def _target_inputs(self, inputs: dict[str, Tensor]) -> dict:
+        """Arguments of the target's forward."""
+        if "document_ids" not in inputs:
+            context = {"attention_mask": inputs["attention_mask"]}
+        elif "document_ids" in self._accepts:
+            context = {"document_ids": inputs["document_ids"]}
+        else:
+            # Without an attention mask, transformers' own mask starts again wherever the positions do.
+            context = {"position_ids": document_positions(inputs["document_ids"])}
+        return {"input_ids": inputs["input_ids"], "use_cache": False} | context
+
+    def _check_documents_apart(self, inputs: dict[str, Tensor]) -> None:
+        """Refuses a target that mixes the documents of packed rows. Tried on the first tokens of a batch's first two
+        rows, as three documents in one row and as rows of their own."""
+        name = type(self._target).__name__
+        if not {"document_ids", "position_ids"} & set(self._accepts):
+            raise ValueError(
+                f"The rows are packed, but {name} takes no `position_ids` and cannot keep documents apart. Train with "
+                "`packing` off."
+            )
+        ids = inputs["input_ids"][:2, :PROBE_TOKENS]
+        width = ids.shape[1]
+        documents = (torch.arange(width, device=ids.device) * 3 // width + 1).expand_as(ids)
+        packed = self._features({"input_ids": ids, "document_ids": documents}).float()
+        parts = ids.split(documents[0].bincount()[1:].tolist(), dim=1)
+        alone = [self._features({"input_ids": part, "attention_mask": torch.ones_like(part)}) for part in parts]
+        alone = torch.cat(alone, dim=1).float()
+        leak = ((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max().item()
+        if leak > (1e-3 if self._target.dtype == torch.float32 else 0.05):
+            raise ValueError(
+                f"The rows are packed, but {name} cannot keep documents apart: its features change by {leak:.0%} with "
+                "the documents before. Its layers carry a state along the row, or its attention "
+                f"({self._target.config._attn_implementation}) ignores positions that start again. Train with "
+                "`packing` off, or load the target with `attn_implementation` sdpa."
+            )
