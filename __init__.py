@@ -5,18 +5,13 @@ from importlib import import_module
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+from .configuration.build_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
+from .configuration.build_kimi_k3_dflash import build_kimi_k3_dflash_draft_config, build_kimi_k3_dflash_target_kwargs
 from .configuration.configuration_deepseek_v41 import DeepseekV41Config, DeepseekV41TextConfig
-from .configuration.configuration_deepseek_v41_dspark import (
-    DeepseekV41DSparkConfig,
-    build_deepseek_v41_dspark_draft_config,
-)
-from .configuration.configuration_draft import build_target_layer_ids
+from .configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from .configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from .configuration.configuration_kimi_k3_dflash import (
-    KimiK3DFlashConfig,
-    build_kimi_k3_dflash_draft_config,
-    build_kimi_k3_dflash_target_kwargs,
-)
+from .configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from .configuration.target_settings import build_target_layer_ids
 from .modeling.decoding.block_decoding import block_decode
 from .modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
 from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM, DeepseekV41Model

@@ -13,12 +13,12 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.configuration_deepseek_v41 import DEEPSEEK_V41_ATTENTION, DeepseekV41TextConfig
-from ..ops.number_formats import round_to_cache_format
+from ..ops.cache_rounding import round_to_cache_format
+from ..ops.fp32 import Fp32Linear
 from ..target.cache_rollback import check_crop
 from .deepseek_v41_layers import (
     DeepseekV41RMSNorm,
     DeepseekV41WindowAttention,
-    Fp32Linear,
     rotate,
 )
 from .token_plan import GroupPlan, TokenPlan, move_fields

@@ -14,11 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from ...configuration.build_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
 from ...configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
-from ...configuration.configuration_deepseek_v41_dspark import (
-    DeepseekV41DSparkConfig,
-    build_deepseek_v41_dspark_draft_config,
-)
+from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..ops.number_formats import SCALE_GROUP, dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
 from ..saving.atomic_save import staged_directory
 from .conversion_deepseek_v41 import native_name, released_name

@@ -12,6 +12,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from ..ops.fp32 import Fp32Linear
 from ..target.causal_lm import CausalLMForward
 from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer
 from .conversion_deepseek_v41 import register_deepseek_v41_conversion
@@ -20,13 +21,11 @@ from .deepseek_v41_layers import (
     DeepseekV41MoE,
     DeepseekV41RMSNorm,
     DeepseekV41Router,
-    Fp32Linear,
     check_grouped_widths,
-    collapse,
-    expand,
     init_deepseek_v41_weights,
 )
 from .engram import EngramHash, EngramLayer, compressed_token_map
+from .hyper_connections import collapse_streams, expand_streams
 from .token_plan import TokenPlan
 
 # Arguments of `from_pretrained` that say where a repository's files are; the tokenizer lies beside the weights.
@@ -72,11 +71,11 @@ class DeepseekV41DecoderLayer(GradientCheckpointingLayer):
         if self.engram is not None:
             streams = self.engram(streams, engram_rows[:, :, self.engram_index], valid)
         mix = self.attn_hc(streams)
-        output, state = self.attn(self.attn_norm(collapse(streams, pre)), plan, state, cache_layer)
-        streams, pre = expand(output, streams, mix), mix.pre
+        output, state = self.attn(self.attn_norm(collapse_streams(streams, pre)), plan, state, cache_layer)
+        streams, pre = expand_streams(output, streams, mix.post, mix.comb), mix.pre
         mix = self.ffn_hc(streams)
-        output = self.ffn(self.ffn_norm(collapse(streams, pre)), None if valid is None else ~valid)
-        return expand(output, streams, mix), mix.pre, state
+        output = self.ffn(self.ffn_norm(collapse_streams(streams, pre)), None if valid is None else ~valid)
+        return expand_streams(output, streams, mix.post, mix.comb), mix.pre, state
 
 
 class DeepseekV41PreTrainedModel(PreTrainedModel):
@@ -209,7 +208,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
             streams, pre, state = layer(streams, pre, plan, state, engram_rows, cache_layer)
             if cache_layer is not None:
                 cache_layer.advance(length)
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(collapse(streams, pre)), cache=cache)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(collapse_streams(streams, pre)), cache=cache)
 
     def _engram_rows(self, input_ids: torch.Tensor | None, plan: TokenPlan, cache: Cache | None) -> torch.Tensor:
         """`[B, S, engram layers, tables]`; the first Engram layer's cache remembers the last tokens."""

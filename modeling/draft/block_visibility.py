@@ -106,6 +106,26 @@ def block_visibility(
     return BlockVisibility(torch.minimum(first, last[..., None]), last, context_length, block_size, causal)
 
 
+def last_block_mask(padding_mask: Tensor, block_size: int, **rule) -> Tensor:
+    """The rule for one block behind its whole context, as in decoding.
+
+    Args:
+        padding_mask (`[B, S + block_size]`): 0 for padding, which takes no place, on whichever side it is: windows
+            count real tokens.
+        block_size (`int`): slots of this block.
+        rule: `sliding_window`, `window_per_query` and `causal` of [`block_visibility`].
+
+    Returns:
+        `[B, 1, block_size, S + block_size]` bool.
+    """
+    context, block = padding_mask.bool().split([padding_mask.shape[1] - block_size, block_size], dim=1)
+    anchors = context.sum(1, keepdim=True)
+    visible = block_visibility(anchors, torch.ones_like(anchors).bool(), context.shape[1], block_size, **rule)
+    mask = visible.dense_mask(torch.where(context, context.cumsum(1) - 1, -1))
+    mask[..., context.shape[1] :] &= block[:, None, None]
+    return mask
+
+
 def block_attention_mask(
     anchor_positions: Tensor, block_keep_mask: Tensor, context_length: int, block_size: int, **rule
 ) -> Tensor:

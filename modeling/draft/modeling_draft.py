@@ -23,29 +23,38 @@ from .visible_attention import VisibleKeys, plan_visible_keys
 
 logger = logging.get_logger(__name__)
 
-SEED_NAMES = {
+# Arguments of a draft's forward, by their names in the reference implementation (NeMo AutoModel).
+REFERENCE_NAMES = {
     "noise_embedding": "noise_embeds",
     "noise_embeddings": "noise_embeds",
     "target_hidden": "context_hidden_states",
     "target_hidden_states": "context_hidden_states",
 }
+# PEFT's wrapper passes these, as `None`, to whatever it wraps.
+PASSED_BY_PEFT = ("input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict")
 MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
 PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
-def accept_seed_names(forward: Callable) -> Callable:
-    """Lets `forward` take its inputs under the names of the reference implementation (NeMo AutoModel) as well."""
+def draft_arguments(forward: Callable) -> Callable:
+    """
+    Decorates a draft's `forward`: inputs may have their reference names, and what PEFT's wrapper adds is left out. Any
+    other argument that `forward` does not name is a `TypeError`, as in every function.
+    """
 
     @functools.wraps(forward)
-    def with_aliases(self, *args, **kwargs):
-        for alias, name in SEED_NAMES.items():
+    def with_names(self, *args, **kwargs):
+        for alias, name in REFERENCE_NAMES.items():
             if alias in kwargs:
                 if name in kwargs:
                     raise ValueError(f"`{alias}` is another name of `{name}`: pass one of them.")
                 kwargs[name] = kwargs.pop(alias)
+        for name in PASSED_BY_PEFT:
+            if kwargs.get(name, "given") is None:
+                del kwargs[name]
         return forward(self, *args, **kwargs)
 
-    return with_aliases
+    return with_names
 
 
 def head_dtype(lm_head: nn.Module | Callable) -> torch.dtype | None:

@@ -5,8 +5,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...configuration.configuration_kimi_k3 import KimiK3TextConfig
-from ..ops.elementwise import rms_norm, situ
+from ...configuration.configuration_kimi_k3_base import KimiK3BaseConfig
+from ..ops.elementwise import rms_norm
+from ..ops.situ import situ
 
 # The norms inside MLA use this whatever `rms_norm_eps` says.
 MLA_NORM_EPS = 1e-6
@@ -32,7 +33,7 @@ class KimiK3RMSNorm(nn.Module):
 class KimiK3MLP(nn.Module):
     """Dense SiTU feed-forward of width `intermediate_size` (the config's by default)."""
 
-    def __init__(self, config: KimiK3TextConfig, intermediate_size: int | None = None):
+    def __init__(self, config: KimiK3BaseConfig, intermediate_size: int | None = None):
         super().__init__()
         width = intermediate_size or config.intermediate_size
         self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -52,7 +53,7 @@ class KimiK3MLAttention(nn.Module):
     share (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
     """
 
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+    def __init__(self, config: KimiK3BaseConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -79,11 +80,24 @@ class KimiK3MLAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden_states` `[B, S, H]`, `attention_mask` as the attention implementation takes it; `[B, S, H]` out."""
+        """
+        Causal self-attention.
+
+        Args:
+            hidden_states: `[B, S, H]`, normed.
+            attention_mask: as the attention implementation takes it; `None`: causal.
+            cache: gets the S rows, and gives those before them.
+
+        Returns:
+            `[B, S, H]` and, where the implementation knows them, the weights `[B, N, S, past + S]`.
+        """
         latents, shared_keys = self.latents(hidden_states)
         if cache is not None:
             latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
-        return self.attend(hidden_states, latents, shared_keys, attention_mask, **kwargs)
+        queries = self.queries(hidden_states)
+        absorbs = self._absorbs(queries, latents, attention_mask)
+        output, weights = self.attend(queries, latents, shared_keys, attention_mask, absorbs, **kwargs)
+        return self.gate_and_project(output, hidden_states), weights
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, Q, H]` -> `[B, N, Q, qk_head_dim]`."""
@@ -99,8 +113,8 @@ class KimiK3MLAttention(nn.Module):
         latents, shared_keys = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)
         return self.kv_a_layernorm(latents), shared_keys
 
-    def expand(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
+    def keys_and_values(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cached rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
         sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
         expanded = self.kv_b_proj(latents.squeeze(1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         keys, values = expanded.split(sizes, dim=-1)
@@ -108,20 +122,19 @@ class KimiK3MLAttention(nn.Module):
 
     def attend(
         self,
-        hidden_states: torch.Tensor,
+        queries: torch.Tensor,
         latents: torch.Tensor,
         shared_keys: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        absorbs: bool,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries of `hidden_states` `[B, Q, H]` over the rows of `latents`; gated and projected, `[B, Q, H]`."""
-        queries = self.queries(hidden_states)
-        if self._absorbs(queries, latents, attention_mask):
-            output, weights = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs), None
-        else:
-            keys, values = self.expand(latents, shared_keys)
-            output, weights = self._run_attention(queries, keys, values, attention_mask, **kwargs)
-        return self.gate_and_project(output, hidden_states), weights
+        """`[B, N, Q, qk_head_dim]` queries over cached rows, by [`attend_absorbed`] where `absorbs`: `[B, Q, N,
+        v_head_dim]` and, where the implementation knows them, the weights."""
+        if absorbs:
+            return self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs), None
+        keys, values = self.keys_and_values(latents, shared_keys)
+        return self._run_attention(queries, keys, values, attention_mask, **kwargs)
 
     def gate_and_project(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, Q, N, v_head_dim]` and the layer's input `[B, Q, H]` -> `[B, Q, H]`."""

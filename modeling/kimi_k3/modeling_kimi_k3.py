@@ -16,8 +16,8 @@ from transformers.utils.generic import maybe_autocast, merge_with_config_default
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
-from ..ops.elementwise import situ
 from ..ops.fp32 import KeepsFp32
+from ..ops.situ import situ
 from ..target.causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
 from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution

@@ -254,8 +254,8 @@ def test_few_tokens_after_many_are_attended_in_the_latent_space(monkeypatch):
     target = tiny_k3()
     input_ids = torch.randint(1, 97, (2, 40))
     attention = next(layer.self_attn for layer in target.model.layers if not layer.is_kda)
-    expanded, expand = [], attention.expand
-    monkeypatch.setattr(attention, "expand", lambda *args: expanded.append(args[0].shape[2]) or expand(*args))
+    expanded, expand = [], attention.keys_and_values
+    monkeypatch.setattr(attention, "keys_and_values", lambda *args: expanded.append(args[0].shape[2]) or expand(*args))
     logits = {}
     for worth in (0, 1_000_000):  # a tiny model saves little
         monkeypatch.setattr(kimi_k3_layers, "WORTH_ABSORBING", worth)
