@@ -21,15 +21,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate
 from transformers.utils import logging
 
 from ..hub_cards.card import write_adapter_card, write_card
-from ..modeling.draft.anchors import (
-    Anchors,
-    document_positions,
-    document_remaining,
-    legal_anchors,
-    sample_anchors,
-    sample_prefix_lengths,
-)
+from ..modeling.draft.anchors import Anchors, legal_anchors, sample_anchors
 from ..modeling.draft.block_targets import BlockTargets, build_block_inputs, build_block_targets
+from ..modeling.draft.documents import document_positions, document_remaining
+from ..modeling.draft.prefix_lengths import sample_prefix_lengths
 from ..modeling.target.pairing import check_pair
 from ..modeling.target.target_features import capture_features
 from ..modeling.target.target_identity import target_record

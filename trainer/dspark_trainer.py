@@ -7,8 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.draft.anchors import document_positions, legal_dspark_anchors
+from ..modeling.draft.anchors import legal_dspark_anchors
 from ..modeling.draft.block_targets import DSparkTargets, build_block_inputs, build_dspark_targets
+from ..modeling.draft.documents import document_positions
 from ..modeling.target.target_features import capture_features
 from .draft_trainer import DraftTrainer
 from .expert_balance import ExpertBalance

@@ -12,7 +12,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_deepseek_v41_base import DeepseekV41BaseConfig
-from ..ops.cache_rounding import round_to_cache_format
+from ..ops.cache_rounding import round_to_fp8
 from ..ops.clamped_swiglu import clamped_swiglu
 from ..ops.elementwise import rms_norm
 from ..ops.fp32 import KeepsFp32
@@ -306,7 +306,7 @@ class DeepseekV41WindowAttention(nn.Module):
 
     def keys(self, hidden_states: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         """`[B, S, H]` -> `[B, S, D]`, keys and values at once."""
-        return round_to_cache_format(rotate(self.kv_norm(self.wkv(hidden_states)), rotations), "fp8")
+        return round_to_fp8(rotate(self.kv_norm(self.wkv(hidden_states)), rotations))
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """

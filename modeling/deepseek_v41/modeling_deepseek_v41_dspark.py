@@ -8,7 +8,8 @@ from transformers.cache_utils import Cache, DFlashCache
 
 from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..draft.block_plan import BlockPlan
-from ..draft.block_visibility import additive_mask, block_attention_mask, block_position_ids
+from ..draft.block_positions import block_position_ids
+from ..draft.block_visibility import additive_mask, block_attention_mask
 from ..draft.dspark_heads import DSparkOutput
 from ..draft.modeling_draft import draft_arguments
 from ..draft.modeling_dspark import DSparkDraftModel, DSparkTokenForward
@@ -30,7 +31,6 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
         "bias_vl",
         *DSparkDraftModel._keep_in_fp32_modules_strict,
     ]
-    _supports_flex_attn = False
     window_per_query = False
 
     def __init__(self, config: DeepseekV41DSparkConfig):

@@ -18,7 +18,6 @@ from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
 from .block_plan import BlockPlan, check_blocks
 from .block_visibility import block_visibility
-from .flex_block_mask import PaddedBlockMask, padded_block_mask
 from .visible_attention import VisibleKeys, plan_visible_keys
 
 logger = logging.get_logger(__name__)
@@ -32,7 +31,6 @@ REFERENCE_NAMES = {
 }
 # PEFT's wrapper passes these, as `None`, to whatever it wraps.
 PASSED_BY_PEFT = ("input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict")
-MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
 PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
@@ -83,7 +81,6 @@ class DraftPreTrainedModel(PreTrainedModel):
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _supports_flex_attn = True
     # Whether the sliding window moves along the block, and how many heads have a key in common.
     window_per_query = True
     heads_per_key = 1
@@ -244,44 +241,25 @@ class DraftPreTrainedModel(PreTrainedModel):
             )
         return block_plan.to(noise_embeds.device)
 
-    def layer_masks(self, plan: BlockPlan) -> dict[int | None, torch.Tensor | VisibleKeys | PaddedBlockMask]:
+    def layer_masks(self, plan: BlockPlan) -> dict[int | None, torch.Tensor | VisibleKeys]:
         """
-        What the attention of the layers with each window gets for many blocks, by `attn_implementation`: `"sdpa"`
-        makes it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other
-        takes a dense mask.
+        What the attention of the layers with each window gets for many blocks: with `attn_implementation="sdpa"`
+        [`VisibleKeys`], which make it compute what is visible and nothing else, with any other a dense bool mask.
 
         Raises:
-            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here, or the
-                plan was made for another implementation.
+            ValueError: if the plan was made for another implementation.
         """
-        implementation, dropout = self.config._attn_implementation, self.config.attention_dropout
-        if implementation == "flex_attention":
-            self._check_flex_attention(plan.anchor_positions.device)
-            return {window: padded_block_mask(visible) for window, visible in plan.visible.items()}
-        if implementation == "sdpa" and self.training and dropout > 0:
+        is_sdpa, dropout = self.config._attn_implementation == "sdpa", self.config.attention_dropout
+        if is_sdpa and self.training and dropout > 0:
             logger.warning_once(
                 f"`attention_dropout` is {dropout}: blocks attend through a dense mask, which takes several times the "
                 "time and memory. Set it to 0 to compute only what is visible."
             )
-        elif implementation == "sdpa":
+        elif is_sdpa:
             if not all(isinstance(visible, VisibleKeys) for visible in plan.visible.values()):
                 raise ValueError('`block_plan` was not made for `attn_implementation="sdpa"`: make it anew.')
             return plan.visible
         return {window: visible.dense_mask() for window, visible in plan.visible.items()}
-
-    def _check_flex_attention(self, device: torch.device) -> None:
-        widths = (self.config.qk_head_dim, self.config.v_head_dim)
-        fault = None
-        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
-            fault = f"cannot train on {device.type!r}, where torch has no backward for it"
-        elif min(widths) < MIN_FLEX_WIDTH:
-            fault = f"takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}"
-        elif self.training and self.config.attention_dropout > 0:
-            fault = f"knows no dropout, and `attention_dropout` is {self.config.attention_dropout}"
-        if fault:
-            raise ValueError(
-                f'`attn_implementation="flex_attention"` {fault}: load the draft with `attn_implementation="sdpa"`.'
-            )
 
     def get_input_embeddings(self) -> None:
         """

@@ -1,8 +1,7 @@
-"""Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, gated NoPE MLA."""
+"""Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, the parts of gated NoPE MLA."""
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...configuration.configuration_kimi_k3_base import KimiK3BaseConfig
@@ -11,8 +10,6 @@ from ..ops.situ import situ
 
 # The norms inside MLA use this whatever `rms_norm_eps` says.
 MLA_NORM_EPS = 1e-6
-# Multiplications that absorbing has to save in a layer: what its further operations on the queries cost.
-WORTH_ABSORBING = 1_000_000
 
 
 class KimiK3RMSNorm(nn.Module):
@@ -45,9 +42,10 @@ class KimiK3MLP(nn.Module):
         return self.down_proj(situ(self.gate_proj(hidden_states), self.up_proj(hidden_states), *self.betas))
 
 
-class KimiK3MLAttention(nn.Module):
+class KimiK3LatentAttention(nn.Module):
     """
-    Multi-head latent attention without positional encoding and with a sigmoid output gate.
+    The parts of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1) without positional
+    encoding and with a sigmoid output gate, of which target and draft make their forwards.
 
     What is cached for a token is its latent row (`kv_lora_rank` numbers, normed) and the key slice that all heads
     share (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
@@ -59,7 +57,6 @@ class KimiK3MLAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = 1
-        self.is_causal = True
         self.scaling = config.qk_head_dim**-0.5
         hidden_size, num_heads = config.hidden_size, config.num_attention_heads
         if config.q_lora_rank is None:
@@ -76,28 +73,6 @@ class KimiK3MLAttention(nn.Module):
         if config.mla_use_output_gate:
             self.g_proj = nn.Linear(hidden_size, num_heads * config.v_head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * config.v_head_dim, hidden_size, bias=False)
-
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Causal self-attention.
-
-        Args:
-            hidden_states: `[B, S, H]`, normed.
-            attention_mask: as the attention implementation takes it; `None`: causal.
-            cache: gets the S rows, and gives those before them.
-
-        Returns:
-            `[B, S, H]` and, where the implementation knows them, the weights `[B, N, S, past + S]`.
-        """
-        latents, shared_keys = self.latents(hidden_states)
-        if cache is not None:
-            latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
-        queries = self.queries(hidden_states)
-        absorbs = self._absorbs(queries, latents, attention_mask)
-        output, weights = self.attend(queries, latents, shared_keys, attention_mask, absorbs, **kwargs)
-        return self.gate_and_project(output, hidden_states), weights
 
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, Q, H]` -> `[B, N, Q, qk_head_dim]`."""
@@ -149,20 +124,6 @@ class KimiK3MLAttention(nn.Module):
             return False
         weight = self.kv_b_proj.weight
         return type(weight) is nn.Parameter and weight.device == latents.device
-
-    def _absorbs(self, queries: torch.Tensor, latents: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-        """Whether few queries over many rows are to be computed by [`attend_absorbed`]: where it saves enough."""
-        config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
-        if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
-            return False
-        if not self.has_weight_at_hand(latents):
-            return False
-        if attention_mask is None and length > 1:  # the kernel's own causal mask counts queries, not heads
-            return False
-        nope, values, rank = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
-        expanded = rows * rank * (nope + values) + length * rows * (config.qk_head_dim + values)
-        absorbed = length * rank * (nope + values) + length * rows * (2 * rank + config.qk_rope_head_dim)
-        return self.num_heads * len(queries) * (expanded - absorbed) > WORTH_ABSORBING
 
     def attend_absorbed(
         self,

@@ -21,7 +21,8 @@ from ..ops.situ import situ
 from ..target.causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
 from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution
-from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
+from .kimi_k3_layers import KimiK3MLP, KimiK3RMSNorm
+from .mla_attention import KimiK3MLAttention
 
 
 def mix_attention_residuals(

@@ -10,16 +10,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ...configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from ..draft.block_plan import BlockPlan
 from ..draft.block_visibility import last_block_mask
-from ..draft.flex_block_mask import PaddedBlockMask
+from ..draft.flex_block_mask import PaddedBlockMask, padded_block_mask
 from ..draft.modeling_draft import DraftPreTrainedModel, draft_arguments
 from ..draft.visible_attention import VisibleKeys, attend_visible
-from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
+from .kimi_k3_layers import KimiK3LatentAttention, KimiK3MLP, KimiK3RMSNorm
+
+MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
 
 # What a layer is told about who sees what: a mask, or how many blocks are to be computed.
 Visible = torch.Tensor | BlockMask | PaddedBlockMask | VisibleKeys
 
 
-class KimiK3DFlashAttention(KimiK3MLAttention):
+class KimiK3DFlashAttention(KimiK3LatentAttention):
     """The target's MLA with the block as queries and `[cached | new context | block]` as keys and values."""
 
     def __init__(self, config: KimiK3DFlashConfig, layer_idx: int):
@@ -108,6 +110,7 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
 
     config_class = KimiK3DFlashConfig
     _no_split_modules = ["KimiK3DFlashDecoderLayer"]
+    _supports_flex_attn = True
 
     def __init__(self, config: KimiK3DFlashConfig):
         super().__init__(config)
@@ -194,6 +197,33 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         for layer, window in zip(self.layers, self.config.context_windows, strict=True):
             hidden_states = layer(hidden_states, context_hidden_states, masks[window], cache=cache)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states).to(noise_embeds.dtype), cache=cache)
+
+    def layer_masks(self, plan: BlockPlan) -> dict[int | None, Visible]:
+        """
+        As [`~DraftPreTrainedModel.layer_masks`]; with `attn_implementation="flex_attention"` masks that skip tiles in
+        which nothing is visible.
+
+        Raises:
+            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here.
+        """
+        if self.config._attn_implementation != "flex_attention":
+            return super().layer_masks(plan)
+        self._check_flex_attention(plan.anchor_positions.device)
+        return {window: padded_block_mask(visible) for window, visible in plan.visible.items()}
+
+    def _check_flex_attention(self, device: torch.device) -> None:
+        widths = (self.config.qk_head_dim, self.config.v_head_dim)
+        fault = None
+        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
+            fault = f"cannot train on {device.type!r}, where torch has no backward for it"
+        elif min(widths) < MIN_FLEX_WIDTH:
+            fault = f"takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}"
+        elif self.training and self.config.attention_dropout > 0:
+            fault = f"knows no dropout, and `attention_dropout` is {self.config.attention_dropout}"
+        if fault:
+            raise ValueError(
+                f'`attn_implementation="flex_attention"` {fault}: load the draft with `attn_implementation="sdpa"`.'
+            )
 
     def _read_mask(
         self, attention_mask: torch.Tensor | BlockMask | None, noise_embeds: torch.Tensor, key_length: int

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .cache_rounding import E2M1_MAX, E4M3_MAX, SMALLEST_NORMAL, next_power_of_two, round_to_e4m3, round_to_fp4
+from .cache_rounding import E4M3_MAX, SMALLEST_NORMAL, next_power_of_two, round_to_e4m3
+from .fp4_rounding import E2M1_MAX, round_to_fp4
 
 # OCP Microscaling Formats 1.0: magnitudes of the E2M1 codes; bit 3 of a code is the sign.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -1,8 +1,8 @@
+import copy
+
 import pytest
-from kimi_k3_models import TINY
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from kimi_k3_models import TINY, tiny_config
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.target.target_identity import target_record
@@ -21,12 +21,6 @@ DRAFT = DENSE | {
 
 def draft_config(**settings) -> KimiK3DFlashConfig:
     return KimiK3DFlashConfig(**(DRAFT | settings))
-
-
-def tokenizer(words: list[str], **special) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    loaded = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
-    return loaded
 
 
 def test_defaults_of_the_block_contract():
@@ -60,6 +54,8 @@ def test_defaults_of_the_block_contract():
         ({"input_embedding_scale": -1.0}, "input_embedding_scale"),
         ({"final_logit_softcapping": 0}, "final_logit_softcapping"),
         ({"sliding_window": 0}, "sliding_window"),
+        ({"draft_schema_version": 2}, "draft_schema_version"),
+        ({"schema_version": 2}, "schema_version"),
         ({"dflash_config": {"projector_type": "mlp"}}, "dflash_config.projector_type"),
         ({"dflash_config": {"num_anchors": 4}}, "dflash_config.num_anchors"),
     ],
@@ -102,12 +98,26 @@ def test_nested_settings_are_read_and_written():
         ({}, {"target_layer_ids": [0, 2]}),
         ({"output_multiplier": 2.0}, {"output_multiplier": 0.5}),
         ({"is_causal": True}, {"causal": False}),
+        ({"is_causal": False}, {"causal": True}),  # the default, but given
+        ({"final_logit_softcapping": None}, {"final_logit_softcapping": 30.0}),
     ],
 )
 def test_contradictions_of_the_two_views_are_named(settings, nested):
     (name,) = nested
     with pytest.raises(ValueError, match=f"`dflash_config.{name}`.*give one value"):
         draft_config(**settings, dflash_config=nested)
+
+
+def test_what_was_given_is_told_from_defaults_and_forgotten():
+    config = draft_config(dflash_config={"causal": True, "output_multiplier": 0.5})
+    assert config.is_causal and config.output_multiplier == 0.5
+    assert "_given" not in vars(config) | vars(copy.deepcopy(config)) | config.to_dict()
+
+
+def test_building_needs_the_package(monkeypatch):
+    monkeypatch.setattr(KimiK3DFlashConfig, "builder", "not_shipped")
+    with pytest.raises(ValueError, match="Install blockdraft"):
+        KimiK3DFlashConfig.from_target_config(tiny_config(), 91)
 
 
 def test_a_stored_file_without_slot_layout_is_refused(tmp_path):

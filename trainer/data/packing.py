@@ -9,7 +9,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...modeling.draft.anchors import document_remaining
+from ...modeling.draft.documents import document_remaining
 from .encoder import ROW, columns, stable_row_id
 
 PACKED = Features({**ROW, "document_ids": List(Value("int32")), "document_row_ids": List(Value("int64"))})

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from blockdraft.modeling.ops.cache_rounding import round_to_fp4
+from blockdraft.modeling.ops.fp4_rounding import round_to_fp4
 from blockdraft.modeling.ops.number_formats import (
     E2M1_MAGNITUDES,
     dequantize_fp4,

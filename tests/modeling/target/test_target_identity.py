@@ -4,22 +4,16 @@ import pytest
 import torch
 from kimi_k3_models import tiny_config
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+from word_tokenizers import word_tokenizer
 
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 from blockdraft.modeling.target.target_identity import target_record, tokenization_fingerprint, tokenizer_fingerprint
 
 
-def tokenizer(words: list[str], **special) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    loaded = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
-    return loaded
-
-
 def test_target_record_identifies_the_target():
     target = KimiK3ForCausalLM(tiny_config())
-    loaded = tokenizer(["<unk>", "a", "b"])
+    loaded = word_tokenizer(["<unk>", "a", "b"])
     record = target_record(target, loaded, revision="abc")
     assert record["architecture"] == "KimiK3ForCausalLM" and record["model_type"] == "kimi_k3_text"
     assert (record["hidden_size"], record["num_hidden_layers"], record["embedding_rows"]) == (48, 5, 97)
@@ -30,7 +24,7 @@ def test_target_record_identifies_the_target():
     with torch.no_grad():
         target.get_input_embeddings().weight[5] += 1e-3
     assert target_record(target, loaded, "abc")["embedding_sha256"] != record["embedding_sha256"]
-    assert tokenizer_fingerprint(tokenizer(["<unk>", "b", "a"])) != record["tokenizer_sha256"]
+    assert tokenizer_fingerprint(word_tokenizer(["<unk>", "b", "a"])) != record["tokenizer_sha256"]
 
 
 def lower_case(backend: dict) -> None:
