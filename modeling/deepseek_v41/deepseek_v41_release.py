@@ -189,7 +189,7 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def _stored_shapes(name: str, shape: torch.Size, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a tensor in a file, and of its scale."""
+    """The shape that a tensor has in a file, and that of its scale."""
     if not _is_quantized(tensor) or len(shape) != 2:
         return tuple(shape), ()
     rows, columns = shape

@@ -157,7 +157,11 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):
 
 
 class DeepseekV41Model(DeepseekV41PreTrainedModel):
-    """The V4.1 text backbone."""
+    """
+    The DeepSeek V4.1 text backbone: layers of CSA2 attention and experts on several residual streams (single-pass
+    hyper-connections, arXiv 2512.24880), some with an n-gram memory (Engram, arXiv 2601.07372), between an embedding
+    and a final norm.
+    """
 
     def __init__(self, config: DeepseekV41TextConfig):
         super().__init__(config)
@@ -182,9 +186,14 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
     ) -> MoeModelOutputWithPast:
         """
         Args:
-            input_ids: `[B, S]` int64; with Engram they are needed beside `inputs_embeds` too.
+            input_ids: `[B, S]` int64, or in their place inputs_embeds `[B, S, H]`, beside which Engram needs them too.
             attention_mask: `[B, past + S]`, 1 = token, 0 = padding: on the left, or on the right without a cache.
             position_ids: accepted and unused: a token's position is its number in the row, padding not counted.
+            cache, use_cache: a `DynamicCache(config=config)`, and whether to make one where none is given.
+
+        Returns:
+            [`~transformers.modeling_outputs.MoeModelOutputWithPast`]: `last_hidden_state` `[B, S, H]` after the final
+            norm, and `cache`.
 
         Raises:
             ValueError: if inputs contradict each other or the mask cannot be followed.
@@ -222,7 +231,11 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
 
 
 class DeepseekV41ForCausalLM(CausalLMForward, DeepseekV41PreTrainedModel, GenerationMixin):
-    """The V4.1 text model with its language modeling head, which is fp32."""
+    """
+    The DeepSeek V4.1 text model with its language modeling head, which is fp32 whatever the model's dtype. Released
+    checkpoints load as they are, FP8 and FP4 decoded; vision side and draft are left out. See [`CausalLMForward`] and
+    [`DeepseekV41Model`] for the arguments of the forward.
+    """
 
     _tied_weights_keys = {}
 

@@ -91,10 +91,19 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """
-        The additive mask of many blocks: all slots see the `sliding_window` rows before their anchor and their block.
+        The additive mask of many blocks, for the forward's `attention_mask`: all slots of a block see the
+        `sliding_window` context rows before their anchor, and their block. `block_plan` or `anchor_positions` say the
+        same without a mask.
+
+        Args:
+            anchor_positions (`[B, N]` int64): anchors, 0 for padded blocks.
+            block_keep_mask (`[B, N]` bool): False for padded blocks, which see only themselves.
+            context_sequence (`int`): S, the context rows.
+            dtype (`torch.dtype`): a floating dtype.
 
         Returns:
-            `[B, 1, N * block_size, context_sequence + N * block_size]` in `dtype`.
+            `[B, 1, N * block_size, S + N * block_size]` in `dtype`: 0 where a query (rows) sees a key (columns), -inf
+            elsewhere.
         """
         config = self.config
         rule = {"sliding_window": config.sliding_window, "window_per_query": False}

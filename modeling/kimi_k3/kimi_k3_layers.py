@@ -118,7 +118,7 @@ class KimiK3LatentAttention(nn.Module):
             output = output * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(output)
 
-    def has_weight_at_hand(self, latents: torch.Tensor) -> bool:
+    def has_plain_weight(self, latents: torch.Tensor) -> bool:
         """Whether `kv_b_proj` is one plain weight beside `latents`: neither adapted, quantised nor offloaded."""
         if type(self.kv_b_proj) is not nn.Linear:
             return False

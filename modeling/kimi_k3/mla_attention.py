@@ -42,7 +42,7 @@ class KimiK3MLAttention(KimiK3LatentAttention):
         config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
         if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
             return False
-        if not self.has_weight_at_hand(latents):
+        if not self.has_plain_weight(latents):
             return False
         if attention_mask is None and length > 1:  # the kernel's own causal mask counts queries, not heads
             return False

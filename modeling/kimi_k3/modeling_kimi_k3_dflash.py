@@ -42,7 +42,7 @@ class KimiK3DFlashAttention(KimiK3LatentAttention):
         if cache is not None:
             latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
         # In decoding the block is short and the cache long: absorbing always pays.
-        absorbs = cache is not None and not self.training and self.has_weight_at_hand(latents)
+        absorbs = cache is not None and not self.training and self.has_plain_weight(latents)
         absorbs = absorbs and not isinstance(attention_mask, BlockMask)
         output, _ = self.attend(queries, latents, shared_keys, attention_mask, absorbs)
         return self.gate_and_project(output, hidden_states)
