@@ -14,7 +14,13 @@ from .validation import require
 
 
 def from_target_config(
-    cls: type[DeepseekV41DSparkConfig], target_config: PreTrainedConfig, **given
+    cls: type[DeepseekV41DSparkConfig],
+    target_config: PreTrainedConfig,
+    mask_token_id: int | None,
+    num_draft_layers: int | None,
+    block_size: int | None,
+    target_layer_ids: list[int] | None,
+    **overrides,
 ) -> DeepseekV41DSparkConfig:
     """
     A draft for any causal language model.
@@ -26,12 +32,23 @@ def from_target_config(
     rank of H/4; up to 8 groups of heads whose outputs are compressed to 1.6 H in all; 8 experts of width H/2, 2 for a
     token, and the shared one; a Markov rank of H/4, at most 256; a window of 128.
 
-    Args: those of [`DraftConfig.from_target_config`]; `mask_token_id` is needed unless the target is a V4.1.
+    Args:
+        target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
+        mask_token_id: see [`DraftConfig`]; needed unless the target is a V4.1.
+        num_draft_layers, block_size, target_layer_ids: stages, drafted tokens, layers; `None` for the defaults.
+        overrides: any field of the configuration.
 
     Raises:
         ValueError: if a setting is missing or impossible; the message names it.
     """
     text_config = target_config.get_text_config(decoder=True)
+    given = {
+        "mask_token_id": mask_token_id,
+        "num_hidden_layers": num_draft_layers,
+        "block_size": block_size,
+        "target_layer_ids": target_layer_ids,
+    }
+    given = {name: value for name, value in given.items() if value is not None} | overrides
     if isinstance(text_config, DeepseekV41TextConfig):
         return cls(**(_settings_of_v41_target(text_config) | given))
     stages, inherited = given.get("num_hidden_layers", 3), target_settings(target_config)

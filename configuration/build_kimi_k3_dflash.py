@@ -19,18 +19,18 @@ DENSE_DRAFT = {
 def from_target_config(
     cls: type[KimiK3DFlashConfig],
     target_config: PreTrainedConfig,
-    num_hidden_layers: int = 5,
-    block_size: int = 16,
-    target_layer_ids: list[int] | None = None,
-    mask_token_id: int | None = None,
+    mask_token_id: int | None,
+    num_draft_layers: int | None,
+    block_size: int | None,
+    target_layer_ids: list[int] | None,
     **overrides,
 ) -> KimiK3DFlashConfig:
     """
-    A draft for any causal language model: the target's hidden size H, vocabulary, special tokens, scaling of
-    embeddings and logits (see [`target_settings`]), the layers of [`default_target_layer_ids`], and K3's MLA. A K3
-    target gives its shape; for any other it is in proportion to H: the target's number of heads, widths for each head
-    of K3's 128/64/128 capped by H / heads, ranks of K3's 1536 for queries and 512 for the latent capped by H / 2, an
-    MLP of the target's width, gated, with SiTU as in K3.
+    A draft for any causal language model: 5 layers, blocks of 16 slots, the target's hidden size H, vocabulary,
+    special tokens, scaling of embeddings and logits (see [`target_settings`]), the layers of
+    [`default_target_layer_ids`], and K3's MLA. A K3 target gives its shape; for any other it is in proportion to H:
+    the target's number of heads, widths for each head of K3's 128/64/128 capped by H / heads, ranks of K3's 1536 for
+    queries and 512 for the latent capped by H / 2, an MLP of the target's width, gated, with SiTU as in K3.
 
     Two defaults are not the reference's, which are a bidirectional block and the whole context. Without positions, its
     masked slots hold the same token and see the same keys, so that all of them predict the same distribution, and
@@ -38,20 +38,26 @@ def from_target_config(
     masks before it, and `sliding_window` is the block size, which says what is near; `None` is the whole context. With
     a window, the last of several layers sees the whole context (`num_full_attention_layers`): it can copy from there.
 
-    Args: those of [`DraftConfig.from_target_config`]; `num_hidden_layers` are the draft's.
+    Args:
+        target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
+        mask_token_id: see [`DraftConfig`]; `propose_mask_token_ids` lists candidates.
+        num_draft_layers, block_size, target_layer_ids: `None` for the defaults.
+        overrides: any field of the configuration.
 
     Raises:
         ValueError: if a setting is missing or impossible.
     """
     text_config = target_config.get_text_config(decoder=True)
     depth, inherited = text_config.num_hidden_layers, target_settings(target_config)
+    num_draft_layers = 5 if num_draft_layers is None else num_draft_layers
+    block_size = 16 if block_size is None else block_size
     overrides = {"is_causal": True, "sliding_window": block_size} | overrides
     if overrides["sliding_window"] is not None:
-        overrides = {"num_full_attention_layers": int(num_hidden_layers > 1)} | overrides
-    layers = target_layer_ids or default_target_layer_ids(depth, num_hidden_layers, inherited["capture_point"])
+        overrides = {"num_full_attention_layers": int(num_draft_layers > 1)} | overrides
+    layers = target_layer_ids or default_target_layer_ids(depth, num_draft_layers, inherited["capture_point"])
     draft = {"mask_token_id": mask_token_id, "target_layer_ids": layers}
     if isinstance(text_config, KimiK3TextConfig):
-        config = build_kimi_k3_dflash_draft_config(text_config, num_hidden_layers, depth, block_size, draft, "sdpa")
+        config = build_kimi_k3_dflash_draft_config(text_config, num_draft_layers, depth, block_size, draft, "sdpa")
         settings = config.to_dict()
         del settings["dflash_config"]  # a view of what may be overridden
         return cls.from_dict(settings | overrides)
@@ -66,7 +72,7 @@ def from_target_config(
         "qk_rope_head_dim": min(64, max(4, head_dim // 2)),
         "v_head_dim": min(128, head_dim),
         "initializer_range": 0.02,
-        "num_hidden_layers": num_hidden_layers,
+        "num_hidden_layers": num_draft_layers,
         "block_size": block_size,
     }
     return cls(**(DENSE_DRAFT | settings | draft | overrides))

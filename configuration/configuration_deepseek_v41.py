@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .configuration_deepseek_v41_base import DeepseekV41BaseConfig
-from .validation import is_natural, is_positive_int, require
+from .validation import is_natural, is_positive_int
 
 # The one cache layer type: what a layer keeps follows from its place in the compression schedule.
 # transformers finds a cache layer by this name, and its DeepSeek V4 has a "compressed_sparse_attention".
@@ -29,20 +29,19 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
     of [`DeepseekV41BaseConfig`]:
 
     Args:
-        compress_ratios (`list[int]`):
-            Tokens of a compressed key in every layer (0: window only), the draft's stages behind the model's layers.
-        kv_source_layer_ids, index_source_layer_ids (`list[int]`):
-            Layers that compress keys anew (Full), and those that choose among them anew (Full and Reindex). The other
-            layers with a ratio reuse both.
-        index_n_heads, index_head_dim, index_topk (`int`):
-            Shape of the indexer and how many compressed keys it chooses for a query.
-        candidate_source_layer_id (`int`), candidate_topk_blocks (`int`), candidate_block_size (`int`):
-            The Full layer that narrows the choice of later layers to its best blocks of keys; -1 for none.
-        compress_rope_theta (`float`), rope_scaling (`dict`, *optional*):
-            Rotary base and YaRN settings of layers with a ratio; `{}` for no scaling.
-        engram_layer_ids, engram_num_embeddings (`list[int]`):
-            Layers with an n-gram memory and its rows; `[]` for none. `engram_max_ngram_size`, `engram_vocab_size`,
-            `engram_n_heads`, `engram_head_dim`, `engram_pad_token_id`, `engram_compressed_vocab_size` shape it.
+        compress_ratios (`list[int]`): Tokens of a compressed key in every layer (0: window only), the draft's stages
+            behind the model's layers.
+        kv_source_layer_ids, index_source_layer_ids (`list[int]`): Layers that compress keys anew (Full), and those
+            that choose among them anew (Full and Reindex). The other layers with a ratio reuse both.
+        index_n_heads, index_head_dim, index_topk (`int`): Shape of the indexer and how many compressed keys it chooses
+            for a query.
+        candidate_source_layer_id (`int`), candidate_topk_blocks (`int`), candidate_block_size (`int`): The Full layer
+            that narrows the choice of later layers to its best blocks of keys; -1 for none.
+        compress_rope_theta (`float`), rope_scaling (`dict`, *optional*): Rotary base and YaRN settings of layers with
+            a ratio; `{}` for no scaling.
+        engram_layer_ids, engram_num_embeddings (`list[int]`): Layers with an n-gram memory and its rows; `[]` for
+            none. `engram_max_ngram_size`, `engram_vocab_size`, `engram_n_heads`, `engram_head_dim`,
+            `engram_pad_token_id`, `engram_compressed_vocab_size` shape it.
         num_nextn_predict_layers (`int`), `dspark_*`:
             Stages and shape of the DSpark draft that belongs to the model; see [`DeepseekV41DSparkConfig`].
 
@@ -123,15 +122,14 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
 
     def check(self) -> None:
         super().check()
-        require(
-            self.qk_rope_head_dim <= self.index_head_dim,
+        self.require(
             "qk_rope_head_dim",
-            self.qk_rope_head_dim,
+            self.qk_rope_head_dim <= self.index_head_dim,
             f"it must be at most index_head_dim ({self.index_head_dim})",
         )
         for name in ("num_nextn_predict_layers", "dspark_block_size"):
             value = getattr(self, name)
-            require(is_natural(value), name, value, "it must be a non-negative integer")
+            self.require(name, is_natural(value), "it must be a non-negative integer")
         self._check_schedule()
         self._check_candidates()
         self._check_rope()
@@ -139,26 +137,23 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
 
     def _check_schedule(self) -> None:
         ratios, depth = self.compress_ratios, self.num_hidden_layers
-        require(
-            len(ratios) >= depth and all(map(is_natural, ratios)),
+        self.require(
             "compress_ratios",
-            ratios,
+            len(ratios) >= depth and all(map(is_natural, ratios)),
             f"it needs a non-negative integer for each of the {depth} layers (and for the draft's stages behind)",
         )
         for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
             ids = getattr(self, name)
             increasing = all(a < b for a, b in zip(ids, ids[1:], strict=False))
-            require(
-                all(map(is_natural, ids)) and increasing and all(i < len(ratios) for i in ids),
+            self.require(
                 name,
-                ids,
+                all(map(is_natural, ids)) and increasing and all(i < len(ratios) for i in ids),
                 f"layers must be strictly increasing and below len(compress_ratios) = {len(ratios)}",
             )
         sources, index_sources = self.kv_source_layer_ids, self.index_source_layer_ids
-        require(
-            set(sources) <= set(index_sources),
+        self.require(
             "kv_source_layer_ids",
-            sources,
+            set(sources) <= set(index_sources),
             f"each must be in index_source_layer_ids ({index_sources}) too",
         )
         current = None  # ratio of the nearest layer below that compresses keys
@@ -166,70 +161,62 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             if ratio == 0:
                 for name in ("kv_source_layer_ids", "index_source_layer_ids"):
                     ids = getattr(self, name)
-                    require(layer not in ids, name, ids, f"layer {layer} has the ratio 0, it sees its window only")
+                    self.require(name, layer not in ids, f"layer {layer} has the ratio 0, it sees its window only")
             elif layer in sources:
                 current = ratio
             else:
-                require(
-                    ratio == current,
+                self.require(
                     "compress_ratios",
-                    ratios,
+                    ratio == current,
                     f"layer {layer} has the ratio {ratio}, but the keys it reads were compressed with {current}",
                 )
 
     def _check_candidates(self) -> None:
         source = self.candidate_source_layer_id
-        require(
-            is_natural(source) or source == -1, "candidate_source_layer_id", source, "it must be a layer or -1 (off)"
-        )
+        self.require("candidate_source_layer_id", is_natural(source) or source == -1, "it must be a layer or -1 (off)")
         if source >= 0:
-            require(
-                source in self.kv_source_layer_ids,
+            self.require(
                 "candidate_source_layer_id",
-                source,
+                source in self.kv_source_layer_ids,
                 f"it must be one of kv_source_layer_ids ({self.kv_source_layer_ids})",
             )
             for name in ("candidate_block_size", "candidate_topk_blocks"):
                 value = getattr(self, name)
-                require(is_positive_int(value), name, value, "it must be a positive integer")
+                self.require(name, is_positive_int(value), "it must be a positive integer")
             for layer in (i for i in self.index_source_layer_ids if i > source):
                 keys_from = max(i for i in self.kv_source_layer_ids if i <= layer)
-                require(
-                    keys_from in (layer, source),
+                self.require(
                     "candidate_source_layer_id",
-                    source,
+                    keys_from in (layer, source),
                     f"layer {layer} chooses among the keys of layer {keys_from}, of which it makes no candidates",
                 )
 
     def _check_rope(self) -> None:
         scaling = self.rope_scaling
         kind, length = scaling.get("rope_type", "yarn"), scaling.get("original_max_position_embeddings", 0)
-        require(
-            not scaling or (kind == "yarn" and length >= 0 and ("factor" in scaling or not length)),
+        self.require(
             "rope_scaling",
-            scaling,
+            not scaling or (kind == "yarn" and length >= 0 and ("factor" in scaling or not length)),
             "it must be {} or of the `rope_type` yarn, with `factor` and `original_max_position_embeddings`",
         )
 
     def _check_engram(self) -> None:
         layers, rows = self.engram_layer_ids, self.engram_num_embeddings
-        require(
-            len(rows) == len(layers) and all(map(is_positive_int, rows)),
+        self.require(
             "engram_num_embeddings",
-            rows,
+            len(rows) == len(layers) and all(map(is_positive_int, rows)),
             f"it needs a positive integer for each of engram_layer_ids ({layers})",
         )
         if not layers:
             return
         for name in ("engram_n_heads", "engram_head_dim", "engram_vocab_size", "engram_compressed_vocab_size"):
             value = getattr(self, name)
-            require(is_positive_int(value), name, value, "it must be a positive integer")
+            self.require(name, is_positive_int(value), "it must be a positive integer")
         size, pad = self.engram_max_ngram_size, self.engram_pad_token_id
-        require(is_natural(size) and size >= 2, "engram_max_ngram_size", size, "an n-gram has two tokens at least")
-        require(
-            is_natural(pad) and pad < self.vocab_size,
+        self.require("engram_max_ngram_size", is_natural(size) and size >= 2, "an n-gram has two tokens at least")
+        self.require(
             "engram_pad_token_id",
-            pad,
+            is_natural(pad) and pad < self.vocab_size,
             f"it must lie inside the vocabulary, 0..{self.vocab_size - 1}",
         )
 

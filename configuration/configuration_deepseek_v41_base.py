@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .validation import CheckedConfig, is_positive_int, require
+from .validation import CheckedConfig, is_positive_int
 
 
 @strict
@@ -13,18 +13,15 @@ class DeepseekV41BaseConfig(CheckedConfig):
     hyper-connections (arXiv 2512.24880). The defaults are the released model's.
 
     Args:
-        qk_rope_head_dim (`int`):
-            Last channels of every head that are rotated; even.
-        q_lora_rank, o_lora_rank (`int`):
-            Width of the compressed query, and of the compressed output of each of `o_groups` groups of heads.
-        sliding_window (`int`):
-            Keys that a query sees at most, its own included.
-        n_routed_experts, num_experts_per_tok, n_shared_experts (`int`):
-            Experts of a layer, of a token, and always on (1).
-        swiglu_limit (`float`):
-            Bound of the experts' gate (above) and linear half (both ways); 0 for none.
-        hc_mult (`int`), hc_sinkhorn_iters (`int`), hc_eps (`float`):
-            Residual streams, and the iterations and epsilon that make their mixing matrix doubly stochastic.
+        qk_rope_head_dim (`int`): Last channels of every head that are rotated; even.
+        q_lora_rank, o_lora_rank (`int`): Width of the compressed query, and of the compressed output of each of
+            `o_groups` groups of heads.
+        sliding_window (`int`): Keys that a query sees at most, its own included.
+        n_routed_experts, num_experts_per_tok, n_shared_experts (`int`): Experts of a layer, of a token, and always on
+            (1).
+        swiglu_limit (`float`): Bound of the experts' gate (above) and linear half (both ways); 0 for none.
+        hc_mult (`int`), hc_sinkhorn_iters (`int`), hc_eps (`float`): Residual streams, and the iterations and epsilon
+            that make their mixing matrix doubly stochastic.
 
     Raises:
         ValueError: if a setting is outside of what the architecture defines; the message names it.
@@ -102,22 +99,20 @@ class DeepseekV41BaseConfig(CheckedConfig):
     def check(self) -> None:
         super().check()
         for name, value in self.fixed.items():
-            require(getattr(self, name) == value, name, getattr(self, name), f"V4.1 is defined for {value!r} only")
-        require(self.swiglu_limit >= 0, "swiglu_limit", self.swiglu_limit, "it must not be negative (0: no bound)")
+            self.require(name, getattr(self, name) == value, f"V4.1 is defined for {value!r} only")
+        self.require("swiglu_limit", self.swiglu_limit >= 0, "it must not be negative (0: no bound)")
         dropout = self.attention_dropout
-        require(0 <= dropout < 1, "attention_dropout", dropout, "it must lie in [0, 1)")
+        self.require("attention_dropout", 0 <= dropout < 1, "it must lie in [0, 1)")
         groups, heads = self.o_groups, self.num_attention_heads
-        require(heads % groups == 0, "o_groups", groups, f"it must divide num_attention_heads ({heads})")
-        require(
-            self.num_experts_per_tok <= self.n_routed_experts,
+        self.require("o_groups", heads % groups == 0, f"it must divide num_attention_heads ({heads})")
+        self.require(
             "num_experts_per_tok",
-            self.num_experts_per_tok,
+            self.num_experts_per_tok <= self.n_routed_experts,
             f"it cannot exceed n_routed_experts ({self.n_routed_experts})",
         )
         rope = self.qk_rope_head_dim
-        require(
-            is_positive_int(rope) and rope % 2 == 0 and rope <= self.head_dim,
+        self.require(
             "qk_rope_head_dim",
-            rope,
+            is_positive_int(rope) and rope % 2 == 0 and rope <= self.head_dim,
             f"it must be positive, even and at most head_dim ({self.head_dim})",
         )

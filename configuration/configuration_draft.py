@@ -7,7 +7,7 @@ from typing import ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .validation import CheckedConfig, check_schema_version, require
+from .validation import CheckedConfig, require
 
 DRAFT_SCHEMA_VERSION = 1
 
@@ -28,33 +28,28 @@ class DraftConfig(CheckedConfig):
     Fields of a block-parallel draft's self-describing configuration.
 
     Args:
-        block_size (`int`):
-            Slots of a block, at least 2, the anchor's included.
-        mask_token_id (`int`):
-            Token that stands for a position to be predicted; an id of the target's vocabulary that no text contains.
-        target_layer_ids (`list[int]`):
-            Zero-based target layers whose hidden states the draft reads, strictly increasing.
-        target_hidden_size (`int`, *optional*):
-            Width of those hidden states where it is not `hidden_size`, the width of the target's embedding and head.
-        capture_point (`str`):
-            Where they are read: `"layer_output"`, that is `hidden_states[i + 1]`, or `"attention_input_mean"`.
-        num_target_layers (`int`):
-            Depth of the target; `None` where it is not known, and the layers' ids are not checked.
-        slot_layout (`str`):
-            `"1+N"`: slot 0 holds the anchor and predicts nothing, the others predict their own token. `"N"`: slot 0
-            holds the anchor and every slot predicts the token after its own. Default: the family's. Engines read it as
-            `sample_from_anchor`, which is written beside it.
-        is_causal (`bool`):
-            Whether a slot sees only earlier slots of its block. Default: slots see each other in both directions, as
-            in the papers.
-        sliding_window (`int`, *optional*):
-            Context positions that a query sees (with `"1+N"` its own included); `None` for all.
-        output_multiplier, final_logit_softcapping, input_embedding_scale (`float`):
-            Transforms of the target's logits and input embeddings that the draft has to repeat. Default: none.
-        target (`dict`):
-            Identity of the target, see [`target_record`].
-        objective, training (`dict`):
-            What the draft was trained on and how.
+        block_size (`int`): Slots of a block, at least 2, the anchor's included.
+        mask_token_id (`int`): Token that stands for a position to be predicted; an id of the target's vocabulary that
+            no text contains.
+        target_layer_ids (`list[int]`): Zero-based target layers whose hidden states the draft reads, strictly
+            increasing.
+        target_hidden_size (`int`, *optional*): Width of those hidden states where it is not `hidden_size`, the width
+            of the target's embedding and head.
+        capture_point (`str`): Where they are read: `"layer_output"`, that is `hidden_states[i + 1]`, or
+            `"attention_input_mean"`.
+        num_target_layers (`int`): Depth of the target; `None` where it is not known, and the layers' ids are not
+            checked.
+        slot_layout (`str`): `"1+N"`: slot 0 holds the anchor and predicts nothing, the others predict their own token.
+            `"N"`: slot 0 holds the anchor and every slot predicts the token after its own. Default: the family's.
+            Engines read it as `sample_from_anchor`, which is written beside it.
+        is_causal (`bool`): Whether a slot sees only earlier slots of its block. Default: slots see each other in both
+            directions, as in the papers.
+        sliding_window (`int`, *optional*): Context positions that a query sees (with `"1+N"` its own included); `None`
+            for all.
+        output_multiplier, final_logit_softcapping, input_embedding_scale (`float`): Transforms of the target's logits
+            and input embeddings that the draft has to repeat. Default: none.
+        target (`dict`): Identity of the target, see [`target_record`].
+        objective, training (`dict`): What the draft was trained on and how.
 
     Raises:
         ValueError: if a setting is missing or impossible, or two views of it differ; the message names it. A stored
@@ -167,15 +162,11 @@ class DraftConfig(CheckedConfig):
         **overrides,
     ) -> "DraftConfig":
         """
-        The configuration of a draft for any causal language model; the module that `builder` names says what its
-        defaults are.
+        The configuration of a draft for any causal language model; the module that `builder` names has the defaults.
 
         Args:
             target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
-            mask_token_id: see above; `propose_mask_token_ids` lists candidates.
             num_draft_layers: decoder layers of the draft.
-            block_size: slots of a block.
-            target_layer_ids: layers to read features from.
             overrides: any field of the configuration.
 
         Raises:
@@ -185,14 +176,8 @@ class DraftConfig(CheckedConfig):
             builder = import_module(f".{cls.builder}", __package__)
         except ModuleNotFoundError:
             raise ValueError("This class came with a saved draft. Install blockdraft to build new drafts.") from None
-        given = {
-            "mask_token_id": mask_token_id,
-            "num_hidden_layers": num_draft_layers,
-            "block_size": block_size,
-            "target_layer_ids": target_layer_ids,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return builder.from_target_config(cls, target_config, **(given | overrides))
+        shape = (mask_token_id, num_draft_layers, block_size, target_layer_ids)
+        return builder.from_target_config(cls, target_config, *shape, **overrides)
 
     @property
     def sample_from_anchor(self) -> bool:
@@ -223,30 +208,28 @@ class DraftConfig(CheckedConfig):
 
     def check(self) -> None:
         super().check()
-        check_schema_version("draft_schema_version", self.draft_schema_version, DRAFT_SCHEMA_VERSION)
+        self.check_version("draft_schema_version", DRAFT_SCHEMA_VERSION)
         for name in REQUIRED:
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is missing: a draft configuration has to state it.")
-        require(self.block_size >= 2, "block_size", self.block_size, "a block holds the anchor and at least one slot")
+        self.require("block_size", self.block_size >= 2, "a block holds the anchor and at least one slot")
         check_layer_ids(self.target_layer_ids, self.num_target_layers, self.capture_point)
         check_mask_token(self.mask_token_id, self.vocab_size, self.bos_token_id, self.eos_token_id)
-        require(
-            self.slot_layout == self.family_slot_layout,
+        self.require(
             "slot_layout",
-            self.slot_layout,
+            self.slot_layout == self.family_slot_layout,
             f'a {self.model_type} draft has "{self.family_slot_layout}"',
         )
-        require(
-            self.capture_point in self.family_capture_points,
+        self.require(
             "capture_point",
-            self.capture_point,
+            self.capture_point in self.family_capture_points,
             f"a {self.model_type} draft reads one of {list(self.family_capture_points)}",
         )
         for name in ("output_multiplier", "input_embedding_scale"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
+            self.require(name, getattr(self, name) > 0, "it must be positive")
         for name in ("final_logit_softcapping", "sliding_window"):
             value = getattr(self, name)
-            require(value is None or value > 0, name, value, "it must be null or positive")
+            self.require(name, value is None or value > 0, "it must be null or positive")
 
 
 def last_layer_id(num_target_layers: int, capture_point: str) -> int:

@@ -20,15 +20,13 @@ class KimiK3TextConfig(KimiK3BaseConfig):
     defaults are the released model's shape. Beside the fields of [`KimiK3BaseConfig`]:
 
     Args:
-        num_experts (`int`, *optional*):
-            Routed experts of a sparse layer; `None` makes every layer dense.
-        routed_expert_hidden_size (`int`, *optional*):
-            Width of the latent space in which the routed experts work.
-        attn_res_block_size (`int`, *optional*):
-            Layers between two snapshots of the residual stream that learned mixers read; `None` for plain residuals.
-        linear_attn_config (`dict`, *optional*):
-            KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`, `use_full_rank_gate`, `gate_lower_bound`) and
-            the **1-based** lists `kda_layers` and `full_attn_layers`, which are disjoint and cover all layers.
+        num_experts (`int`, *optional*): Routed experts of a sparse layer; `None` makes every layer dense.
+        routed_expert_hidden_size (`int`, *optional*): Width of the latent space in which the routed experts work.
+        attn_res_block_size (`int`, *optional*): Layers between two snapshots of the residual stream that learned
+            mixers read; `None` for plain residuals.
+        linear_attn_config (`dict`, *optional*): KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`,
+            `use_full_rank_gate`, `gate_lower_bound`) and the **1-based** lists `kda_layers` and `full_attn_layers`,
+            which are disjoint and cover all layers.
 
     Raises:
         ValueError: if a setting is outside of what the architecture defines; the message names it.
@@ -122,17 +120,16 @@ class KimiK3TextConfig(KimiK3BaseConfig):
     def check(self) -> None:
         super().check()
         size = self.attn_res_block_size
-        require(size is None or size > 0, "attn_res_block_size", size, "null or positive")
+        self.require("attn_res_block_size", size is None or size > 0, "null or positive")
         self._check_layers()
         if self.num_experts is not None:
             self._check_experts()
 
     def _check_layers(self):
         lists = [self.linear_attn_config.get(name) for name in ("kda_layers", "full_attn_layers")]
-        require(
-            None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
+        self.require(
             "linear_attn_config",
-            self.linear_attn_config,
+            None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
             f"kda_layers and full_attn_layers (1-based) must be disjoint and cover 1..{self.num_hidden_layers}",
         )
         require(
@@ -147,24 +144,20 @@ class KimiK3TextConfig(KimiK3BaseConfig):
     def _check_experts(self):
         for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size"):
             value = getattr(self, name)
-            require(value is not None and value > 0, name, value, "a model with experts needs it positive")
-        require(
-            self.num_experts_per_token <= self.num_experts,
+            self.require(name, value is not None and value > 0, "a model with experts needs it positive")
+        self.require(
             "num_experts_per_token",
-            self.num_experts_per_token,
+            self.num_experts_per_token <= self.num_experts,
             f"it cannot exceed num_experts ({self.num_experts})",
         )
-        require(
-            self.moe_router_activation_func in ("sigmoid", "softmax"),
+        self.require(
             "moe_router_activation_func",
-            self.moe_router_activation_func,
+            self.moe_router_activation_func in ("sigmoid", "softmax"),
             'it must be "sigmoid" or "softmax"',
         )
         groups = self.num_expert_group
-        require(
-            groups > 0 and self.num_experts % groups == 0, "num_expert_group", groups, "it must divide num_experts"
-        )
-        require(0 < self.topk_group <= groups, "topk_group", self.topk_group, f"it must lie in 1..{groups}")
+        self.require("num_expert_group", groups > 0 and self.num_experts % groups == 0, "it must divide num_experts")
+        self.require("topk_group", 0 < self.topk_group <= groups, f"it must lie in 1..{groups}")
 
 
 @strict

@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .validation import CheckedConfig, require
+from .validation import CheckedConfig
 
 
 @strict
@@ -12,19 +12,14 @@ class KimiK3BaseConfig(CheckedConfig):
     feed-forward with the SiTU activation. The defaults are the released model's shape.
 
     Args:
-        q_lora_rank (`int`, *optional*):
-            Width of the compressed query; `None` projects queries directly.
-        kv_lora_rank (`int`):
-            Width of the latent row from which the keys and values of all heads are made.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim (`int`):
-            Width of a head's own part of the key, of the part that all heads share, and of the value. Neither part is
-            rotated, whatever the names say.
-        mla_use_nope (`bool`):
-            K3's MLA has no positional encoding at all; `False` is rejected.
-        mla_use_output_gate (`bool`):
-            Whether the MLA output is multiplied by a sigmoid gate of the layer's input.
-        activation_situ_beta, activation_situ_linear_beta (`float`, *optional*):
-            Bounds of the SiTU activation's gate (`None` or 0 means 1) and of its linear half (`None` means unbounded).
+        q_lora_rank (`int`, *optional*): Width of the compressed query; `None` projects queries directly.
+        kv_lora_rank (`int`): Width of the latent row from which the keys and values of all heads are made.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim (`int`): Width of a head's own part of the key, of the part that
+            all heads share, and of the value. Neither part is rotated, whatever the names say.
+        mla_use_nope (`bool`): K3's MLA has no positional encoding at all; `False` is rejected.
+        mla_use_output_gate (`bool`): Whether the MLA output is multiplied by a sigmoid gate of the layer's input.
+        activation_situ_beta, activation_situ_linear_beta (`float`, *optional*): Bounds of the SiTU activation's gate
+            (`None` or 0 means 1) and of its linear half (`None` means unbounded).
 
     Raises:
         ValueError: if a setting is outside of what the architecture defines; the message names it.
@@ -86,16 +81,15 @@ class KimiK3BaseConfig(CheckedConfig):
 
     def check(self) -> None:
         super().check()
-        require(self.mla_use_nope, "mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
-        require(
-            self.num_key_value_heads == self.num_attention_heads,
+        self.require("mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
+        self.require(
             "num_key_value_heads",
-            self.num_key_value_heads,
+            self.num_key_value_heads == self.num_attention_heads,
             f"MLA has one key/value per query head; it must equal num_attention_heads ({self.num_attention_heads})",
         )
-        require(
-            not self.tie_word_embeddings, "tie_word_embeddings", True, "K3 has a separate LM head; it must be false"
+        self.require(
+            "tie_word_embeddings", not self.tie_word_embeddings, "K3 has a separate LM head; it must be false"
         )
-        require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "null or positive")
+        self.require("q_lora_rank", self.q_lora_rank is None or self.q_lora_rank > 0, "null or positive")
         beta = self.activation_situ_linear_beta
-        require(beta is None or beta > 0, "activation_situ_linear_beta", beta, "null or positive")
+        self.require("activation_situ_linear_beta", beta is None or beta > 0, "null or positive")

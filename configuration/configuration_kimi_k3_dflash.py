@@ -4,7 +4,6 @@ from huggingface_hub.dataclasses import strict
 
 from .configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT, DraftConfig
 from .configuration_kimi_k3_base import KimiK3BaseConfig
-from .validation import require
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
@@ -17,11 +16,10 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
     The defaults that count are those of `from_target_config`, see `build_kimi_k3_dflash`.
 
     Args:
-        num_full_attention_layers (`int`):
-            With a `sliding_window`: how many of the last layers see the whole context all the same.
-        num_experts, num_shared_experts, attn_res_block_size, linear_attn_config:
-            What a K3 target has and its draft has not, stated for engines: no experts, no attention residuals, all
-            layers full attention.
+        num_full_attention_layers (`int`): With a `sliding_window`: how many of the last layers see the whole context
+            all the same.
+        num_experts, num_shared_experts, attn_res_block_size, linear_attn_config: What a K3 target has and its draft
+            has not, stated for engines: no experts, no attention residuals, all layers full attention.
     """
 
     model_type = "kimi_k3_dflash"
@@ -72,16 +70,14 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
     def check(self) -> None:
         super().check()
         count, depth = self.num_full_attention_layers, self.num_hidden_layers
-        require(
-            0 <= count < depth,
+        self.require(
             "num_full_attention_layers",
-            count,
+            0 <= count < depth,
             f"of {depth} layers at least one keeps the window (for none, set `sliding_window` to null)",
         )
-        require(
-            not count or self.sliding_window is not None,
+        self.require(
             "num_full_attention_layers",
-            count,
+            not count or self.sliding_window is not None,
             "without a `sliding_window` every layer sees the whole context: leave it out, or set a window",
         )
         layers = self.linear_attn_config
@@ -90,10 +86,9 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
                 "A DFlash draft is dense: `num_experts` and `attn_res_block_size` must be null and "
                 "`linear_attn_config.kda_layers` empty. `build_kimi_k3_dflash_draft_config` derives such a one."
             )
-        require(
-            sorted(layers.get("full_attn_layers", [])) == list(range(1, depth + 1)),
+        self.require(
             "linear_attn_config",
-            layers,
+            sorted(layers.get("full_attn_layers", [])) == list(range(1, depth + 1)),
             f"full_attn_layers (1-based) must cover 1..{depth}",
         )
 

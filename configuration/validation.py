@@ -23,11 +23,6 @@ def require(condition: bool, name: str, value, reason: str) -> None:
         raise ValueError(f"`{name}` is {value!r}: {reason}.")
 
 
-def check_schema_version(name: str, value: int, known: int) -> None:
-    """Raises a `ValueError` if a file's settings are of a later version than this code knows."""
-    require(value <= known, name, value, f"this version of blockdraft reads up to {known}; install a newer one")
-
-
 @strict
 class CheckedConfig(PreTrainedConfig):
     """A configuration that checks itself when it is made. A subclass names its sizes and extends `check`."""
@@ -43,10 +38,18 @@ class CheckedConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raises a `ValueError` that names the first setting outside of what is defined."""
-        check_schema_version("schema_version", self.schema_version, SCHEMA_VERSION)
+        self.check_version("schema_version", SCHEMA_VERSION)
         for name in self.positive_ints:
-            value = getattr(self, name)
-            require(is_positive_int(value), name, value, "it must be a positive integer")
+            self.require(name, is_positive_int(getattr(self, name)), "it must be a positive integer")
         for name in self.positive_numbers:
             value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, name, value, "it must be finite and positive")
+            self.require(name, math.isfinite(value) and value > 0, "it must be finite and positive")
+
+    def check_version(self, name: str, known: int) -> None:
+        """Refuses settings of a later version than this code knows."""
+        reason = f"this version of blockdraft reads up to {known}; install a newer one"
+        self.require(name, getattr(self, name) <= known, reason)
+
+    def require(self, name: str, condition: bool, reason: str) -> None:
+        """Raises a `ValueError` that names a setting of this configuration, unless `condition`."""
+        require(condition, name, getattr(self, name), reason)

@@ -211,17 +211,14 @@ def export_deepseek(
     its metadata. Files appear whole or not at all.
 
     Args:
-        draft (`DeepseekV41DSparkModel`):
-            The draft. Embedding and head are the target's and are not written.
-        directory (`str` or `os.PathLike`, *optional*):
-            Where to write it on its own.
-        quantize (`bool`):
-            FP8 and FP4 instead of bfloat16, see [`released_tensors`].
-        into (`str` or `os.PathLike`, *optional*):
-            Directory of the draft's target: gets the file beside its own, and an index of all of them. The target's
-            weight files stay as they are; if they hold `mtp.*` tensors already, the index lists the new ones instead.
-        engine (`str`, *optional*):
-            `"vllm"` or `"sglang"`: warns of each way in which the draft does not fit it, see [`engine_misfits`].
+        draft (`DeepseekV41DSparkModel`): The draft. Embedding and head are the target's and are not written.
+        directory (`str` or `os.PathLike`, *optional*): Where to write it on its own.
+        quantize (`bool`): FP8 and FP4 instead of bfloat16, see [`released_tensors`].
+        into (`str` or `os.PathLike`, *optional*): Directory of the draft's target: gets the file beside its own, and
+            an index of all of them. The target's weight files stay as they are; if they hold `mtp.*` tensors already,
+            the index lists the new ones instead.
+        engine (`str`, *optional*): `"vllm"` or `"sglang"`: warns of each way in which the draft does not fit it, see
+            [`engine_misfits`].
 
     Returns:
         `list[str]`: the warnings.
@@ -267,13 +264,11 @@ def load_deepseek(
     Reads a draft in the released layout, quantised or not, from a directory of its own or from its target's.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            What [`export_deepseek`] wrote, or a DeepSeek V4.1 checkpoint with `mtp.*` tensors.
-        dtype (`torch.dtype`):
-            Of what is not always fp32.
-        config (`DeepseekV41DSparkConfig`, *optional*):
-            Default: that in the file's metadata, else the one that belongs to the `config.json` beside it, with the
-            confidence input of DeepSeek's own draft.
+        directory (`str` or `os.PathLike`): What [`export_deepseek`] wrote, or a DeepSeek V4.1 checkpoint with `mtp.*`
+            tensors.
+        dtype (`torch.dtype`): Of what is not always fp32.
+        config (`DeepseekV41DSparkConfig`, *optional*): Default: that in the file's metadata, else the one that belongs
+            to the `config.json` beside it, with the confidence input of DeepSeek's own draft.
 
     Returns:
         `DeepseekV41DSparkModel` in evaluation mode.

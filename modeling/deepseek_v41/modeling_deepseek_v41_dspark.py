@@ -8,8 +8,7 @@ from transformers.cache_utils import Cache, DFlashCache
 
 from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..draft.block_plan import BlockPlan
-from ..draft.block_positions import block_position_ids
-from ..draft.block_visibility import additive_mask, block_attention_mask
+from ..draft.dense_blocks import additive_mask, block_attention_mask, block_position_ids
 from ..draft.dspark_heads import DSparkOutput
 from ..draft.modeling_draft import draft_arguments
 from ..draft.modeling_dspark import DSparkDraftModel, DSparkTokenForward
@@ -132,30 +131,29 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
         given by a `block_plan` or their `anchor_positions`, which is fastest, or by a mask with positions.
 
         Args:
-            noise_embeds (`[B, Q, H]`):
-                Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`]: the anchor, then noise tokens.
-            context_hidden_states (`[B, A, F * H]`):
-                Target features of the A context tokens that `cache` does not hold yet, F = `len(target_layer_ids)`.
-            attention_mask (`[B, 1, Q, A + Q]` bool or additive, *optional*):
-                What many blocks see, e.g. [`~DeepseekV41DSparkBackbone.build_attention_mask`].
-            position_ids (`[B or 1, A + Q]` int64, *optional*):
-                Of the new context rows and of the block's, whose first slot stands at its anchor. Default: one block
-                continues the context; many blocks stand at `anchor_positions`.
-            cache ([`~transformers.cache_utils.DFlashCache`], *optional*):
-                For one block. Gets A + Q key rows for each stage. Drop the block's with `cache.crop(-Q)` before the
-                next round; then it keeps the last `sliding_window` rows of the context.
-            previous_token_ids (`[B, Q]` int64, *optional*):
-                Tokens before the slots (the anchor, then labels shifted by one): the heads run on all slots at once.
+            noise_embeds (`[B, Q, H]`): Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`]: the anchor,
+                then noise tokens.
+            context_hidden_states (`[B, A, F * H]`): Target features of the A context tokens that `cache` does not hold
+                yet, F = `len(target_layer_ids)`.
+            attention_mask (`[B, 1, Q, A + Q]` bool or additive, *optional*): What many blocks see, e.g.
+                [`~DeepseekV41DSparkBackbone.build_attention_mask`].
+            position_ids (`[B or 1, A + Q]` int64, *optional*): Of the new context rows and of the block's, whose first
+                slot stands at its anchor. Default: one block continues the context; many blocks stand at
+                `anchor_positions`.
+            cache ([`~transformers.cache_utils.DFlashCache`], *optional*): For one block. Gets A + Q key rows for each
+                stage. Drop the block's with `cache.crop(-Q)` before the next round; then it keeps the last
+                `sliding_window` rows of the context.
+            previous_token_ids (`[B, Q]` int64, *optional*): Tokens before the slots (the anchor, then labels shifted
+                by one): the heads run on all slots at once.
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
                 Many blocks of `block_size`: where they stand, which of them are no padding (default: all), and the
                 documents of packed rows. They see what
                 [`~blockdraft.modeling.draft.block_visibility.block_visibility`] says.
-            enable_confidence_head (`bool`), confidence_head_stop_gradient (`bool`):
-                Whether `previous_token_ids` make confidences too, and whether their gradient ends at the head.
-            use_cache (`bool`, *optional*):
-                Makes a cache if none is given.
-            block_plan ([`BlockPlan`], *optional*):
-                The blocks, planned by [`~DraftPreTrainedModel.plan_blocks`] before the forward.
+            enable_confidence_head (`bool`), confidence_head_stop_gradient (`bool`): Whether `previous_token_ids` make
+                confidences too, and whether their gradient ends at the head.
+            use_cache (`bool`, *optional*): Makes a cache if none is given.
+            block_plan ([`BlockPlan`], *optional*): The blocks, planned by [`~DraftPreTrainedModel.plan_blocks`] before
+                the forward.
 
         Raises:
             ValueError: if a shape is wrong, if settings contradict each other, or if more than one block comes without
@@ -164,12 +162,8 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
         self._check_rows(noise_embeds, context_hidden_states, position_ids)
-        blocks = {
-            "anchor_positions": anchor_positions,
-            "block_keep_mask": block_keep_mask,
-            "document_ids": document_ids,
-        }
-        plan = self.read_blocks(noise_embeds, context_hidden_states, attention_mask, cache, block_plan, **blocks)
+        inputs = (noise_embeds, context_hidden_states, attention_mask, cache)
+        plan = self.read_blocks(*inputs, block_plan, anchor_positions, block_keep_mask, document_ids)
         if plan is None:
             self._check_blocks(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
         context, length = context_hidden_states, noise_embeds.shape[1]

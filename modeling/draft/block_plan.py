@@ -41,22 +41,3 @@ class BlockPlan:
         """The plan with its tensors on another device. The host does not wait for the copies."""
         visible = {window: visible.to(device, non_blocking) for window, visible in self.visible.items()}
         return BlockPlan(self.anchor_positions.to(device, non_blocking=non_blocking), visible)
-
-
-def check_blocks(
-    anchor_positions: Tensor, block_keep_mask: Tensor | None, context_length: int, document_ids: Tensor | None
-) -> None:
-    """Raises a `ValueError` unless the blocks' tensors fit each other; see [`~DraftPreTrainedModel.plan_blocks`]."""
-    if block_keep_mask is not None and block_keep_mask.shape != anchor_positions.shape:
-        raise ValueError(
-            f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` "
-            f"{tuple(anchor_positions.shape)}."
-        )
-    if document_ids is None:
-        return
-    rows = (len(anchor_positions), context_length)
-    if document_ids.shape != rows:
-        raise ValueError(f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are {rows}.")
-    runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1).values))
-    if runs != documents:
-        raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")

@@ -50,14 +50,12 @@ class DSparkHeads(nn.Module):
 class DSparkOutput(ModelOutput):
     """
     Args:
-        last_hidden_state (`[B, Q, H]`):
-            After the final norm; [`~DSparkDraftModel.compute_logits`] turns it into base logits.
-        confidence_states (`[B, Q, H]`):
-            What the confidence head reads: the same, or the state before the norm (`config.confidence_input`).
-        transition_logits (`[B, Q, V]`, *optional*):
-            The Markov head's bias, where `previous_token_ids` were given.
-        confidence_pred (`[B, Q]` fp32, *optional*):
-            Confidence logits, where `previous_token_ids` were given.
+        last_hidden_state (`[B, Q, H]`): After the final norm; [`~DSparkDraftModel.compute_logits`] turns it into base
+            logits.
+        confidence_states (`[B, Q, H]`): What the confidence head reads: the same, or the state before the norm
+            (`config.confidence_input`).
+        transition_logits (`[B, Q, V]`, *optional*): The Markov head's bias, where `previous_token_ids` were given.
+        confidence_pred (`[B, Q]` fp32, *optional*): Confidence logits, where `previous_token_ids` were given.
         cache ([`~transformers.cache_utils.DFlashCache`], *optional*).
     """
 
@@ -77,16 +75,13 @@ class DSparkOutput(ModelOutput):
 class DSparkForwardOutput(ModelOutput):
     """
     Args:
-        draft_logits (`[B, N, block_size, V]` fp32):
-            Base logits plus transitions.
-        aligned_target_logits (`[B, N, block_size, V]` fp32, *optional*):
-            The target's, for the same tokens; no gradient.
-        target_ids (`[B, N, block_size]` int64), eval_mask (`[B, N, block_size]` bool):
-            Labels, and which of them count: all up to the first one without supervision.
-        block_keep_mask (`[B, N]` bool):
-            False for padded blocks.
-        confidence_pred (`[B, N, block_size]` fp32, *optional*):
-            Confidence logits.
+        draft_logits (`[B, N, block_size, V]` fp32): Base logits plus transitions.
+        aligned_target_logits (`[B, N, block_size, V]` fp32, *optional*): The target's, for the same tokens; no
+            gradient.
+        target_ids (`[B, N, block_size]` int64), eval_mask (`[B, N, block_size]` bool): Labels, and which of them
+            count: all up to the first one without supervision.
+        block_keep_mask (`[B, N]` bool): False for padded blocks.
+        confidence_pred (`[B, N, block_size]` fp32, *optional*): Confidence logits.
     """
 
     draft_logits: torch.Tensor | None = None

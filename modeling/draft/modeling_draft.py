@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from ...configuration.configuration_draft import DraftConfig
 from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
-from .block_plan import BlockPlan, check_blocks
+from .block_plan import BlockPlan
 from .block_visibility import block_visibility
 from .visible_attention import VisibleKeys, plan_visible_keys
 
@@ -92,10 +92,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         Embeds draft blocks, for `noise_embeds`.
 
         Args:
-            input_ids (`[B, Q]` int64):
-                Block tokens: known ones, then `config.mask_token_id`.
-            embed_tokens (`nn.Module`):
-                `target.get_input_embeddings()`.
+            input_ids (`[B, Q]` int64): Block tokens: known ones, then `config.mask_token_id`.
+            embed_tokens (`nn.Module`): `target.get_input_embeddings()`.
 
         Returns:
             `[B, Q, H]`, multiplied by `config.input_embedding_scale`.
@@ -109,10 +107,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         Logits of the draft's hidden states.
 
         Args:
-            hidden_states (`[..., H]`):
-                `last_hidden_state` of the forward, or a part of it.
-            lm_head (`nn.Module`):
-                `target.get_output_embeddings()`.
+            hidden_states (`[..., H]`): `last_hidden_state` of the forward, or a part of it.
+            lm_head (`nn.Module`): `target.get_output_embeddings()`.
 
         Returns:
             `[..., V]` in the head's dtype: multiplied by `config.output_multiplier`, then with
@@ -132,12 +128,9 @@ class DraftPreTrainedModel(PreTrainedModel):
         What the draft proposes in a slot, given the token before it.
 
         Args:
-            base_logits (`[..., V]`):
-                Of [`~DraftPreTrainedModel.compute_logits`].
-            previous_token_ids (`[...]` int64):
-                The anchor for the first slot, then the token of the slot before.
-            hidden_states (`[..., H]`):
-                The states that `base_logits` were made of.
+            base_logits (`[..., V]`): Of [`~DraftPreTrainedModel.compute_logits`].
+            previous_token_ids (`[...]` int64): The anchor for the first slot, then the token of the slot before.
+            hidden_states (`[..., H]`): The states that `base_logits` were made of.
 
         Returns:
             `[..., V]`: `base_logits` as they are, unless the draft has more to say.
@@ -161,17 +154,13 @@ class DraftPreTrainedModel(PreTrainedModel):
         Plans the attention of many blocks, for the forward's `block_plan`.
 
         Args:
-            anchor_positions (`[B, N]` int64):
-                Where the blocks stand, ascending in each row if they are to be fast; 0 for padded blocks. On the CPU:
-                other devices are waited for.
-            block_keep_mask (`[B, N]` bool, *optional*):
-                False for padded blocks. Default: none is.
-            context_length (`int`):
-                S, the context rows of the forward.
-            document_ids (`[B, S]` int, *optional*):
-                Packed rows, the tokens of each document together: blocks see their anchor's document only.
-            device (`torch.device`, *optional*):
-                Where the forward will run. Default: where the draft is.
+            anchor_positions (`[B, N]` int64): Where the blocks stand, ascending in each row if they are to be fast; 0
+                for padded blocks. On the CPU: other devices are waited for.
+            block_keep_mask (`[B, N]` bool, *optional*): False for padded blocks. Default: none is.
+            context_length (`int`): S, the context rows of the forward.
+            document_ids (`[B, S]` int, *optional*): Packed rows, the tokens of each document together: blocks see
+                their anchor's document only.
+            device (`torch.device`, *optional*): Where the forward will run. Default: where the draft is.
 
         Returns:
             [`BlockPlan`], on the device of `anchor_positions`.
@@ -179,8 +168,19 @@ class DraftPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if shapes do not fit, or `document_ids` come back to a document.
         """
-        config = self.config
-        check_blocks(anchor_positions, block_keep_mask, context_length, document_ids)
+        config, shape, rows = self.config, tuple(anchor_positions.shape), (len(anchor_positions), context_length)
+        if block_keep_mask is not None and block_keep_mask.shape != shape:
+            raise ValueError(
+                f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` {shape}."
+            )
+        if document_ids is not None:
+            if document_ids.shape != rows:
+                raise ValueError(
+                    f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are {rows}."
+                )
+            runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1)[0]))
+            if runs != documents:
+                raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
         keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
         blocks = (anchor_positions, keep, context_length, config.block_size)
         rule = {"window_per_query": self.window_per_query, "causal": config.is_causal, "document_ids": document_ids}
@@ -199,22 +199,23 @@ class DraftPreTrainedModel(PreTrainedModel):
         attention_mask: object | None,
         cache: object | None,
         block_plan: BlockPlan | None,
-        **blocks: torch.Tensor | None,
+        anchor_positions: torch.Tensor | None,
+        block_keep_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
     ) -> BlockPlan | None:
         """
-        The plan of many blocks, on the device of `noise_embeds`, or `None` where no anchors are given.
-
-        Args:
-            blocks:
-                `anchor_positions`, `block_keep_mask` and `document_ids`, from which it is made if it is not given.
+        The plan of many blocks, on the device of `noise_embeds`, made of their anchors if it is not given; `None`
+        without both. The arguments are those of the forward.
 
         Raises:
-            ValueError: if the blocks are given twice, or do not fit the other inputs of the forward.
+            ValueError: if the blocks are given twice, or do not fit the other inputs.
         """
-        given = [name for name, value in blocks.items() if value is not None]
+        names = ("anchor_positions", "block_keep_mask", "document_ids")
+        blocks = zip(names, (anchor_positions, block_keep_mask, document_ids), strict=True)
+        given = [name for name, value in blocks if value is not None]
         if block_plan is not None and given:
             raise ValueError(f"`block_plan` and `{given[0]}` say the same twice: pass one of them.")
-        if block_plan is None and "anchor_positions" not in given:
+        if block_plan is None and anchor_positions is None:
             if given:
                 raise ValueError(f"`{given[0]}` goes with `anchor_positions`, which are missing.")
             return None
@@ -222,7 +223,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
-        anchors = blocks["anchor_positions"] if block_plan is None else block_plan.anchor_positions
+        anchors = anchor_positions if block_plan is None else block_plan.anchor_positions
         (batch, length), context_length = noise_embeds.shape[:2], context_hidden_states.shape[1]
         size = self.config.block_size
         if anchors.shape[1] * size != length:
@@ -233,7 +234,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         if len(anchors) != batch:
             raise ValueError(f"`anchor_positions` are of {len(anchors)} rows, `noise_embeds` of {batch}.")
         if block_plan is None:
-            block_plan = self.plan_blocks(context_length=context_length, device=noise_embeds.device, **blocks)
+            device = noise_embeds.device
+            block_plan = self.plan_blocks(anchors, block_keep_mask, context_length, document_ids, device)
         if (block_plan.context_length, block_plan.block_size) != (context_length, size):
             raise ValueError(
                 f"`block_plan` is for {block_plan.context_length} context rows and blocks of {block_plan.block_size}; "
@@ -318,10 +320,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         Uploads weights, config, code and a fresh card to the Hub, in one commit.
 
         Args:
-            repo_id (`str`):
-                `name` or `owner/name`; the repository is made if there is none.
-            kwargs:
-                `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `tags` and
+            repo_id (`str`): `name` or `owner/name`; the repository is made if there is none.
+            kwargs: `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `tags` and
                 `max_shard_size`, as in [`~transformers.PreTrainedModel.push_to_hub`].
 
         Returns:

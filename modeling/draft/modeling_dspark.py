@@ -77,12 +77,11 @@ class DSparkDraftModel(DraftPreTrainedModel):
         Fills in what the heads say of all slots at once.
 
         Args:
-            output:
-                Of the layers: `last_hidden_state` and `confidence_states`.
-            previous_token_ids (`[B, Q]` int64, *optional*):
-                Tokens before the slots; without them the heads are not asked.
-            enable_confidence_head, confidence_head_stop_gradient:
-                Whether to make confidences too, and whether their gradient ends at the head.
+            output: Of the layers: `last_hidden_state` and `confidence_states`.
+            previous_token_ids (`[B, Q]` int64, *optional*): Tokens before the slots; without them the heads are not
+                asked.
+            enable_confidence_head, confidence_head_stop_gradient: Whether to make confidences too, and whether their
+                gradient ends at the head.
 
         Raises:
             ValueError: if tokens are given to a draft without a Markov head, or not one for each slot.
@@ -188,17 +187,14 @@ class DSparkTokenForward:
         The reference's training forward: blocks at random anchors, and what the objective compares them with.
 
         Args:
-            input_ids (`[B, S]` int64), loss_mask (`[B, S]`):
-                The rows, and which of their tokens are supervised.
-            context_hidden_states (`[B, S, F * H]`):
-                The target's features; `target_hidden_states` is their name in the reference.
-            target_last_hidden_states (`[B, S, H]`, *optional*):
-                The target's last hidden states, for `aligned_target_logits`.
-            anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool, *optional*):
-                The anchors. Default: up to `num_anchors` of each row, drawn with torch's global generator and padded
-                to that number.
-            enable_confidence_head, confidence_head_stop_gradient:
-                Those of [`~DSparkDraftModel.read_heads`].
+            input_ids (`[B, S]` int64), loss_mask (`[B, S]`): The rows, and which of their tokens are supervised.
+            context_hidden_states (`[B, S, F * H]`): The target's features; `target_hidden_states` is their name in the
+                reference.
+            target_last_hidden_states (`[B, S, H]`, *optional*): The target's last hidden states, for
+                `aligned_target_logits`.
+            anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool, *optional*): The anchors. Default: up to
+                `num_anchors` of each row, drawn with torch's global generator and padded to that number.
+            enable_confidence_head, confidence_head_stop_gradient: Those of [`~DSparkDraftModel.read_heads`].
 
         Raises:
             ValueError: if there is no embedding yet, or a shape is wrong.

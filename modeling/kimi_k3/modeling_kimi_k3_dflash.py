@@ -139,10 +139,9 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         given by a `block_plan` or their `anchor_positions`, which is fastest, or by a mask.
 
         Args:
-            noise_embeds (`[B, Q, H]`):
-                Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
-            context_hidden_states (`[B, A, F * H]`):
-                Target features of the A context tokens that `cache` does not hold yet, F = `len(target_layer_ids)`.
+            noise_embeds (`[B, Q, H]`): Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
+            context_hidden_states (`[B, A, F * H]`): Target features of the A context tokens that `cache` does not hold
+                yet, F = `len(target_layer_ids)`.
             attention_mask (*optional*):
                 - `None`: one block, which sees its context as the configuration says, and itself;
                 - `[B, C + A + Q]`, C cached rows: one block, and 0 marks padding;
@@ -151,16 +150,13 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
                   `config.num_full_attention_layers` give `anchor_positions` instead.
             position_ids (*optional*):
                 Not used: K3's attention has no positional encoding.
-            cache ([`~transformers.cache_utils.DFlashCache`], *optional*):
-                Gets A + Q rows for each layer, the normed latents and the shared keys. Remove the block's with
-                `cache.crop(-Q)` before the next round.
-            use_cache (`bool`, *optional*):
-                Makes a cache if none is given.
+            cache ([`~transformers.cache_utils.DFlashCache`], *optional*): Gets A + Q rows for each layer, the normed
+                latents and the shared keys. Remove the block's with `cache.crop(-Q)` before the next round.
+            use_cache (`bool`, *optional*): Makes a cache if none is given.
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
                 Many blocks of `block_size`: where they stand, which of them are no padding, and the documents of
                 packed rows; see [`~DraftPreTrainedModel.plan_blocks`].
-            block_plan ([`BlockPlan`], *optional*):
-                The same, planned before the forward.
+            block_plan ([`BlockPlan`], *optional*): The same, planned before the forward.
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPast`]: `last_hidden_state` `[B, Q, H]` in the dtype of
@@ -177,12 +173,8 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
-        blocks = {
-            "anchor_positions": anchor_positions,
-            "block_keep_mask": block_keep_mask,
-            "document_ids": document_ids,
-        }
-        plan = self.read_blocks(noise_embeds, context_hidden_states, attention_mask, cache, block_plan, **blocks)
+        inputs = (noise_embeds, context_hidden_states, attention_mask, cache)
+        plan = self.read_blocks(*inputs, block_plan, anchor_positions, block_keep_mask, document_ids)
         if plan is not None:
             masks = self.layer_masks(plan)
         else:

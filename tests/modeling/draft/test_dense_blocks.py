@@ -1,6 +1,6 @@
 import torch
 
-from blockdraft.modeling.draft.block_positions import block_position_ids
+from blockdraft.modeling.draft.dense_blocks import block_position_ids
 
 
 def test_slots_stand_behind_their_anchor():
