@@ -1,6 +1,6 @@
 """Many blocks of a batch, planned once from their anchors: what the layers of a draft see of the context."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,24 +20,18 @@ class BlockPlan:
 
     Attributes:
         anchor_positions (`[B, N]` int64): 0 for padded blocks.
+        context_length (`int`), block_size (`int`): S, the context rows that the plan is for, and slots of a block.
         visible (`dict[int | None, BlockVisibility]`): by `sliding_window`, what layers with it see;
             [`~blockdraft.modeling.draft.visible_attention.VisibleKeys`] for `attn_implementation="sdpa"`.
     """
 
     anchor_positions: Tensor
+    context_length: int
+    block_size: int
     visible: dict[int | None, BlockVisibility]
-
-    @property
-    def context_length(self) -> int:
-        """S, the context rows that the plan is for."""
-        return next(iter(self.visible.values())).context_length
-
-    @property
-    def block_size(self) -> int:
-        """Slots of a block."""
-        return next(iter(self.visible.values())).block_size
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "BlockPlan":
         """The plan with its tensors on another device. The host does not wait for the copies."""
         visible = {window: visible.to(device, non_blocking) for window, visible in self.visible.items()}
-        return BlockPlan(self.anchor_positions.to(device, non_blocking=non_blocking), visible)
+        anchor_positions = self.anchor_positions.to(device, non_blocking=non_blocking)
+        return replace(self, anchor_positions=anchor_positions, visible=visible)

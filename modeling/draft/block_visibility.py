@@ -10,7 +10,7 @@ So what a slot sees of the context is one interval of rows. A padded block (`blo
 no row of a mask is ever empty and no softmax gives NaN.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ class BlockVisibility:
 
     def to(self, device: torch.device, non_blocking: bool = True):
         """The same on another device. The host does not wait for the copies."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})
 
     def dense_mask(self, context_positions: Tensor | None = None) -> Tensor:

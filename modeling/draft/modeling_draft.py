@@ -190,7 +190,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             heads = (config.num_attention_heads, self.heads_per_key)
             device = self.device if device is None else device
             visible = {window: plan_visible_keys(seen, *heads, device) for window, seen in visible.items()}
-        return BlockPlan(anchor_positions, visible)
+        return BlockPlan(anchor_positions, context_length, config.block_size, visible)
 
     def read_blocks(
         self,
