@@ -59,9 +59,6 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
         """What a `DFlashCache` builds its cache layers from: all rows of the context are kept."""
         return [FULL_ATTENTION] * self.num_hidden_layers
 
-    def validate_layer_type(self):
-        """`layer_types` is derived: there is nothing to check."""
-
     def to_dict(self) -> dict:
         """With `layer_types`, in which engines look for the layers that have a window."""
         kinds = [FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in self.context_windows]
@@ -80,17 +77,13 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
             not count or self.sliding_window is not None,
             "without a `sliding_window` every layer sees the whole context: leave it out, or set a window",
         )
-        layers = self.linear_attn_config
-        if self.num_experts is not None or layers.get("kda_layers") or self.attn_res_block_size is not None:
+        kda, full = (self.linear_attn_config.get(name, []) for name in ("kda_layers", "full_attn_layers"))
+        is_full = not kda and sorted(full) == list(range(1, depth + 1))
+        if self.num_experts is not None or self.attn_res_block_size is not None or not is_full:
             raise ValueError(
-                "A DFlash draft is dense: `num_experts` and `attn_res_block_size` must be null and "
-                "`linear_attn_config.kda_layers` empty. `build_kimi_k3_dflash_draft_config` derives such a one."
+                "A DFlash draft is dense: `num_experts` and `attn_res_block_size` must be null, and all layers (1 to "
+                f"{depth}) in `linear_attn_config.full_attn_layers`. `from_target_config` derives such a one."
             )
-        self.require(
-            "linear_attn_config",
-            sorted(layers.get("full_attn_layers", [])) == list(range(1, depth + 1)),
-            f"full_attn_layers (1-based) must cover 1..{depth}",
-        )
 
 
 def all_full_attention(num_layers: int) -> dict:

@@ -1,4 +1,4 @@
-"""A further draft is a config, a model and a line in the table of families: then it trains, decodes and saves."""
+"""A further draft is a config, a model and a line in the table: then it trains, decodes, saves and has a card."""
 
 import os
 import subprocess
@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from blockdraft.hub_cards.card import check_card, make_card
 from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.modeling.families import DSPARK, FAMILIES, DraftFamily, family_of
+from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 
 SETTINGS = {"is_causal": False, "sliding_window": 6, "num_full_attention_layers": 0, "markov_rank": 4}
@@ -79,6 +81,14 @@ def test_the_forward_on_token_ids(draft, target):
     output = draft(input_ids=ids, context_hidden_states=features, loss_mask=torch.ones(2, 12), num_anchors=3)
     assert output.draft_logits.shape == (2, 3, BLOCK, target.config.vocab_size)
     assert output.confidence_pred.shape == output.target_ids.shape == (2, 3, BLOCK)
+
+
+def test_its_card_says_what_it_is(draft, target):
+    draft.config.target = target_record(target, None)
+    card = make_card(draft.config)
+    check_card(card)
+    for said in ("DSpark", "2607.05147", "kimi_k3_dspark", "- kimi_k3\n"):
+        assert said in card
 
 
 FRESH = """
