@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from .auto_registration import register
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from .configuration.build_deepseek_v41_dspark import (
+        build_deepseek_v41_dspark_draft_config as build_deepseek_v41_dspark_draft_config,
+    )
+    from .configuration.build_kimi_k3_dflash import (
+        build_kimi_k3_dflash_draft_config as build_kimi_k3_dflash_draft_config,
+    )
+    from .configuration.build_kimi_k3_dflash import (
+        build_kimi_k3_dflash_target_kwargs as build_kimi_k3_dflash_target_kwargs,
+    )
     from .configuration.configuration_deepseek_v41 import DeepseekV41Config as DeepseekV41Config
     from .configuration.configuration_deepseek_v41 import DeepseekV41TextConfig as DeepseekV41TextConfig
     from .configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig as DeepseekV41DSparkConfig
-    from .configuration.configuration_deepseek_v41_dspark import (
-        build_deepseek_v41_dspark_draft_config as build_deepseek_v41_dspark_draft_config,
-    )
-    from .configuration.configuration_draft import build_target_layer_ids as build_target_layer_ids
     from .configuration.configuration_kimi_k3 import KimiK3Config as KimiK3Config
     from .configuration.configuration_kimi_k3 import KimiK3TextConfig as KimiK3TextConfig
     from .configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig as KimiK3DFlashConfig
-    from .configuration.configuration_kimi_k3_dflash import (
-        build_kimi_k3_dflash_draft_config as build_kimi_k3_dflash_draft_config,
-    )
-    from .configuration.configuration_kimi_k3_dflash import (
-        build_kimi_k3_dflash_target_kwargs as build_kimi_k3_dflash_target_kwargs,
-    )
+    from .configuration.target_settings import build_target_layer_ids as build_target_layer_ids
     from .modeling.decoding.block_decoding import block_decode as block_decode
     from .modeling.decoding.confidence_schedule import ConfidenceThreshold as ConfidenceThreshold
     from .modeling.decoding.confidence_schedule import CostTable as CostTable
@@ -64,10 +64,10 @@ _MODULES = {
     "KimiK3Model": "modeling.kimi_k3.modeling_kimi_k3",
     "KimiK3TextConfig": "configuration.configuration_kimi_k3",
     "block_decode": "modeling.decoding.block_decoding",
-    "build_deepseek_v41_dspark_draft_config": "configuration.configuration_deepseek_v41_dspark",
-    "build_kimi_k3_dflash_draft_config": "configuration.configuration_kimi_k3_dflash",
-    "build_kimi_k3_dflash_target_kwargs": "configuration.configuration_kimi_k3_dflash",
-    "build_target_layer_ids": "configuration.configuration_draft",
+    "build_deepseek_v41_dspark_draft_config": "configuration.build_deepseek_v41_dspark",
+    "build_kimi_k3_dflash_draft_config": "configuration.build_kimi_k3_dflash",
+    "build_kimi_k3_dflash_target_kwargs": "configuration.build_kimi_k3_dflash",
+    "build_target_layer_ids": "configuration.target_settings",
     "capture_features": "modeling.target.target_features",
     "measure_cost_table": "modeling.decoding.confidence_schedule",
     "propose_mask_token_ids": "modeling.target.mask_tokens",

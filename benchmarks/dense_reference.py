@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.modeling.draft.block_targets import build_block_inputs, build_block_targets, build_dspark_targets
-from blockdraft.modeling.draft.block_visibility import block_attention_mask, block_position_ids
+from blockdraft.modeling.draft.dense_blocks import block_attention_mask, block_position_ids
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.objectives.dspark import DSparkAlphas
 from blockdraft.trainer.objectives.slot_targets import slot_weights

@@ -133,7 +133,7 @@ def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 def visible_keys(config: Config, anchor_positions: Tensor, block_keep_mask: Tensor) -> int:
     """Keys that the queries of all blocks see, summed over queries, by the rule of
-    [`~blockdraft.modeling.draft.block_visibility.block_mask_mod`] for rows that hold one document."""
+    [`~blockdraft.modeling.draft.block_visibility.block_visibility`] for rows that hold one document."""
     size, window = config.block_size, config.sliding_window
     assert not isinstance(config, KimiK3DFlashConfig) or not config.num_full_attention_layers, "layers that differ"
     slots = torch.arange(size, device=anchor_positions.device)

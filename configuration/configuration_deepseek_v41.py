@@ -1,13 +1,10 @@
-"""Configuration of the DeepSeek V4.1 text model, and of the layers that its DSpark draft shares with it."""
-
-import math
+"""Configuration of the DeepSeek V4.1 text model, and of the released multimodal checkpoint around it."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .validation import is_natural, is_positive_int, require
-
-CONFIG_SCHEMA_VERSION = 1
+from .configuration_deepseek_v41_base import DeepseekV41BaseConfig
+from .validation import is_natural, is_positive_int
 
 # The one cache layer type: what a layer keeps follows from its place in the compression schedule.
 # transformers finds a cache layer by this name, and its DeepSeek V4 has a "compressed_sparse_attention".
@@ -25,150 +22,26 @@ QUANTIZATION = "quantization_config"
 
 
 @strict
-class DeepseekV41BaseConfig(PreTrainedConfig):
-    r"""
-    What a DeepSeek V4.1 decoder layer and a DSpark stage have in common: window attention with a query low rank and a
-    grouped output projection, mixture of experts, hyper-connections. The defaults are the released model's.
-
-    Args:
-        qk_rope_head_dim (`int`):
-            Last channels of every head that are rotated; even.
-        q_lora_rank, o_lora_rank (`int`):
-            Width of the compressed query, and of the compressed output of each of `o_groups` groups of heads.
-        sliding_window (`int`):
-            Keys that a query sees at most, its own included.
-        n_routed_experts, num_experts_per_tok, n_shared_experts (`int`):
-            Experts of a layer, of a token, and always on (1).
-        swiglu_limit (`float`):
-            Bound of the experts' gate (above) and linear half (both ways); 0 for none.
-        hc_mult (`int`), hc_sinkhorn_iters (`int`), hc_eps (`float`):
-            Residual streams, and the iterations and epsilon that make their mixing matrix doubly stochastic.
-
-    Raises:
-        ValueError: if a setting is outside of what the architecture defines; the message names it.
-    """
-
-    keys_to_ignore_at_inference = ["cache"]
-    attribute_map = {"num_local_experts": "n_routed_experts"}
-    positive_ints = (
-        "vocab_size",
-        "hidden_size",
-        "moe_intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "head_dim",
-        "q_lora_rank",
-        "o_lora_rank",
-        "o_groups",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "sliding_window",
-        "hc_mult",
-        "hc_sinkhorn_iters",
-        "max_position_embeddings",
-    )
-    positive_numbers = ("rms_norm_eps", "hc_eps", "rope_theta", "routed_scaling_factor")
-    fixed = {
-        "num_key_value_heads": 1,
-        "n_shared_experts": 1,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-    }
-
-    schema_version: int = CONFIG_SCHEMA_VERSION
-    vocab_size: int = 129280
-    hidden_size: int = 5120
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    num_key_value_heads: int = 1
-    head_dim: int = 512
-    qk_rope_head_dim: int = 64
-    q_lora_rank: int = 1280
-    o_lora_rank: int = 1024
-    o_groups: int = 8
-    sliding_window: int = 128
-    rope_theta: float | int = 1e4
-    max_position_embeddings: int = 1048576
-    rms_norm_eps: float = 1e-20
-    initializer_range: float = 0.02
-    attention_dropout: float | int = 0.0
-    attention_bias: bool = False
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
-    use_cache: bool = True
-
-    moe_intermediate_size: int = 2304
-    n_routed_experts: int = 384
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 6
-    scoring_func: str = "sqrtsoftplus"
-    topk_method: str = "noaux_tc"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float | int = 1.5
-    swiglu_limit: float | int = 10.0
-
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
-
-    pad_token_id: int | None = 2
-    bos_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
-
-    def check(self) -> None:
-        """Raises a `ValueError` that names the first setting outside of what the architecture defines."""
-        for name in self.positive_ints:
-            value = getattr(self, name)
-            require(is_positive_int(value), name, value, "it must be a positive integer")
-        for name in self.positive_numbers:
-            value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, name, value, "it must be finite and positive")
-        for name, value in self.fixed.items():
-            require(getattr(self, name) == value, name, getattr(self, name), f"V4.1 is defined for {value!r} only")
-        require(self.swiglu_limit >= 0, "swiglu_limit", self.swiglu_limit, "it must not be negative (0: no bound)")
-        dropout = self.attention_dropout
-        require(0 <= dropout < 1, "attention_dropout", dropout, "it must lie in [0, 1)")
-        groups, heads = self.o_groups, self.num_attention_heads
-        require(heads % groups == 0, "o_groups", groups, f"it must divide num_attention_heads ({heads})")
-        require(
-            self.num_experts_per_tok <= self.n_routed_experts,
-            "num_experts_per_tok",
-            self.num_experts_per_tok,
-            f"it cannot exceed n_routed_experts ({self.n_routed_experts})",
-        )
-        rope = self.qk_rope_head_dim
-        require(
-            is_positive_int(rope) and rope % 2 == 0 and rope <= self.head_dim,
-            "qk_rope_head_dim",
-            rope,
-            f"it must be positive, even and at most head_dim ({self.head_dim})",
-        )
-
-
-@strict
 class DeepseekV41TextConfig(DeepseekV41BaseConfig):
     r"""
     Text model of DeepSeek V4.1: CSA2 attention (a window plus compressed keys chosen by an indexer), Engram n-gram
-    memory, single-pass hyper-connections, mixture of experts. The defaults are the released model's.
+    memory, single-pass hyper-connections, mixture of experts. The defaults are the released model's. Beside the fields
+    of [`DeepseekV41BaseConfig`]:
 
     Args:
-        compress_ratios (`list[int]`):
-            Tokens of a compressed key in every layer (0: window only), the draft's stages behind the model's layers.
-        kv_source_layer_ids, index_source_layer_ids (`list[int]`):
-            Layers that compress keys anew (Full), and those that choose among them anew (Full and Reindex). The other
-            layers with a ratio reuse both.
-        index_n_heads, index_head_dim, index_topk (`int`):
-            Shape of the indexer and how many compressed keys it chooses for a query.
-        candidate_source_layer_id (`int`), candidate_topk_blocks (`int`), candidate_block_size (`int`):
-            The Full layer that narrows the choice of later layers to its best blocks of keys; -1 for none.
-        compress_rope_theta (`float`), rope_scaling (`dict`, *optional*):
-            Rotary base and YaRN settings of layers with a ratio; `{}` for no scaling.
-        engram_layer_ids, engram_num_embeddings (`list[int]`):
-            Layers with an n-gram memory and its rows; `[]` for none. `engram_max_ngram_size`, `engram_vocab_size`,
-            `engram_n_heads`, `engram_head_dim`, `engram_pad_token_id`, `engram_compressed_vocab_size` shape it.
+        compress_ratios (`list[int]`): Tokens of a compressed key in every layer (0: window only), the draft's stages
+            behind the model's layers.
+        kv_source_layer_ids, index_source_layer_ids (`list[int]`): Layers that compress keys anew (Full), and those
+            that choose among them anew (Full and Reindex). The other layers with a ratio reuse both.
+        index_n_heads, index_head_dim, index_topk (`int`): Shape of the indexer and how many compressed keys it chooses
+            for a query.
+        candidate_source_layer_id (`int`), candidate_topk_blocks (`int`), candidate_block_size (`int`): The Full layer
+            that narrows the choice of later layers to its best blocks of keys; -1 for none.
+        compress_rope_theta (`float`), rope_scaling (`dict`, *optional*): Rotary base and YaRN settings of layers with
+            a ratio; `{}` for no scaling.
+        engram_layer_ids, engram_num_embeddings (`list[int]`): Layers with an n-gram memory and its rows; `[]` for
+            none. `engram_max_ngram_size`, `engram_vocab_size`, `engram_n_heads`, `engram_head_dim`,
+            `engram_pad_token_id`, `engram_compressed_vocab_size` shape it.
         num_nextn_predict_layers (`int`), `dspark_*`:
             Stages and shape of the DSpark draft that belongs to the model; see [`DeepseekV41DSparkConfig`].
 
@@ -225,7 +98,6 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
-        self.check()
 
     @property
     def layer_types(self) -> list[str]:
@@ -250,15 +122,14 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
 
     def check(self) -> None:
         super().check()
-        require(
-            self.qk_rope_head_dim <= self.index_head_dim,
+        self.require(
             "qk_rope_head_dim",
-            self.qk_rope_head_dim,
+            self.qk_rope_head_dim <= self.index_head_dim,
             f"it must be at most index_head_dim ({self.index_head_dim})",
         )
         for name in ("num_nextn_predict_layers", "dspark_block_size"):
             value = getattr(self, name)
-            require(is_natural(value), name, value, "it must be a non-negative integer")
+            self.require(name, is_natural(value), "it must be a non-negative integer")
         self._check_schedule()
         self._check_candidates()
         self._check_rope()
@@ -266,26 +137,23 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
 
     def _check_schedule(self) -> None:
         ratios, depth = self.compress_ratios, self.num_hidden_layers
-        require(
-            len(ratios) >= depth and all(map(is_natural, ratios)),
+        self.require(
             "compress_ratios",
-            ratios,
+            len(ratios) >= depth and all(map(is_natural, ratios)),
             f"it needs a non-negative integer for each of the {depth} layers (and for the draft's stages behind)",
         )
         for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
             ids = getattr(self, name)
             increasing = all(a < b for a, b in zip(ids, ids[1:], strict=False))
-            require(
-                all(map(is_natural, ids)) and increasing and all(i < len(ratios) for i in ids),
+            self.require(
                 name,
-                ids,
+                all(map(is_natural, ids)) and increasing and all(i < len(ratios) for i in ids),
                 f"layers must be strictly increasing and below len(compress_ratios) = {len(ratios)}",
             )
         sources, index_sources = self.kv_source_layer_ids, self.index_source_layer_ids
-        require(
-            set(sources) <= set(index_sources),
+        self.require(
             "kv_source_layer_ids",
-            sources,
+            set(sources) <= set(index_sources),
             f"each must be in index_source_layer_ids ({index_sources}) too",
         )
         current = None  # ratio of the nearest layer below that compresses keys
@@ -293,70 +161,62 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             if ratio == 0:
                 for name in ("kv_source_layer_ids", "index_source_layer_ids"):
                     ids = getattr(self, name)
-                    require(layer not in ids, name, ids, f"layer {layer} has the ratio 0, it sees its window only")
+                    self.require(name, layer not in ids, f"layer {layer} has the ratio 0, it sees its window only")
             elif layer in sources:
                 current = ratio
             else:
-                require(
-                    ratio == current,
+                self.require(
                     "compress_ratios",
-                    ratios,
+                    ratio == current,
                     f"layer {layer} has the ratio {ratio}, but the keys it reads were compressed with {current}",
                 )
 
     def _check_candidates(self) -> None:
         source = self.candidate_source_layer_id
-        require(
-            is_natural(source) or source == -1, "candidate_source_layer_id", source, "it must be a layer or -1 (off)"
-        )
+        self.require("candidate_source_layer_id", is_natural(source) or source == -1, "it must be a layer or -1 (off)")
         if source >= 0:
-            require(
-                source in self.kv_source_layer_ids,
+            self.require(
                 "candidate_source_layer_id",
-                source,
+                source in self.kv_source_layer_ids,
                 f"it must be one of kv_source_layer_ids ({self.kv_source_layer_ids})",
             )
             for name in ("candidate_block_size", "candidate_topk_blocks"):
                 value = getattr(self, name)
-                require(is_positive_int(value), name, value, "it must be a positive integer")
+                self.require(name, is_positive_int(value), "it must be a positive integer")
             for layer in (i for i in self.index_source_layer_ids if i > source):
                 keys_from = max(i for i in self.kv_source_layer_ids if i <= layer)
-                require(
-                    keys_from in (layer, source),
+                self.require(
                     "candidate_source_layer_id",
-                    source,
+                    keys_from in (layer, source),
                     f"layer {layer} chooses among the keys of layer {keys_from}, of which it makes no candidates",
                 )
 
     def _check_rope(self) -> None:
         scaling = self.rope_scaling
         kind, length = scaling.get("rope_type", "yarn"), scaling.get("original_max_position_embeddings", 0)
-        require(
-            not scaling or (kind == "yarn" and length >= 0 and ("factor" in scaling or not length)),
+        self.require(
             "rope_scaling",
-            scaling,
+            not scaling or (kind == "yarn" and length >= 0 and ("factor" in scaling or not length)),
             "it must be {} or of the `rope_type` yarn, with `factor` and `original_max_position_embeddings`",
         )
 
     def _check_engram(self) -> None:
         layers, rows = self.engram_layer_ids, self.engram_num_embeddings
-        require(
-            len(rows) == len(layers) and all(map(is_positive_int, rows)),
+        self.require(
             "engram_num_embeddings",
-            rows,
+            len(rows) == len(layers) and all(map(is_positive_int, rows)),
             f"it needs a positive integer for each of engram_layer_ids ({layers})",
         )
         if not layers:
             return
         for name in ("engram_n_heads", "engram_head_dim", "engram_vocab_size", "engram_compressed_vocab_size"):
             value = getattr(self, name)
-            require(is_positive_int(value), name, value, "it must be a positive integer")
+            self.require(name, is_positive_int(value), "it must be a positive integer")
         size, pad = self.engram_max_ngram_size, self.engram_pad_token_id
-        require(is_natural(size) and size >= 2, "engram_max_ngram_size", size, "an n-gram has two tokens at least")
-        require(
-            is_natural(pad) and pad < self.vocab_size,
+        self.require("engram_max_ngram_size", is_natural(size) and size >= 2, "an n-gram has two tokens at least")
+        self.require(
             "engram_pad_token_id",
-            pad,
+            is_natural(pad) and pad < self.vocab_size,
             f"it must lie inside the vocabulary, 0..{self.vocab_size - 1}",
         )
 

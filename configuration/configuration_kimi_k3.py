@@ -1,11 +1,10 @@
-"""Configuration of the Kimi K3 text model."""
+"""Configuration of the Kimi K3 text model, and of the released multimodal checkpoint around it."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .configuration_kimi_k3_base import KimiK3BaseConfig
 from .validation import require
-
-CONFIG_SCHEMA_VERSION = 1
 
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
 FULL_ATTENTION = "full_attention"
@@ -14,69 +13,33 @@ MXFP4_FORMAT = "mxfp4-pack-quantized"
 
 
 @strict
-class KimiK3TextConfig(PreTrainedConfig):
+class KimiK3TextConfig(KimiK3BaseConfig):
     r"""
-    Text backbone of Kimi K3: Kimi Delta Attention (KDA) and gated NoPE multi-head latent attention (MLA) layers,
-    latent mixture of experts, attention residuals. The defaults are the released model's shape.
+    Text backbone of Kimi K3: Kimi Delta Attention (KDA, from Kimi Linear, arXiv 2510.26692) and gated MLA layers, a
+    latent mixture of experts (routed as in DeepSeek-V3, arXiv 2412.19437, section 2.1.2), attention residuals. The
+    defaults are the released model's shape. Beside the fields of [`KimiK3BaseConfig`]:
 
     Args:
-        q_lora_rank (`int`, *optional*):
-            Width of the compressed query; `None` projects queries directly.
-        mla_use_nope (`bool`):
-            K3's MLA has no positional encoding at all; `False` is rejected.
-        mla_use_output_gate (`bool`):
-            Whether the MLA output is multiplied by a sigmoid gate of the layer's input.
-        num_experts (`int`, *optional*):
-            Routed experts of a sparse layer; `None` makes every layer dense.
-        routed_expert_hidden_size (`int`, *optional*):
-            Width of the latent space in which the routed experts work.
-        attn_res_block_size (`int`, *optional*):
-            Layers between two snapshots of the residual stream that learned mixers read; `None` for plain residuals.
-        activation_situ_beta, activation_situ_linear_beta (`float`, *optional*):
-            Bounds of the SiTU activation's gate (`None` or 0 means 1) and of its linear half (`None` means unbounded).
-        linear_attn_config (`dict`, *optional*):
-            KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`, `use_full_rank_gate`, `gate_lower_bound`) and
-            the **1-based** lists `kda_layers` and `full_attn_layers`, which are disjoint and cover all layers.
+        num_experts (`int`, *optional*): Routed experts of a sparse layer; `None` makes every layer dense.
+        routed_expert_hidden_size (`int`, *optional*): Width of the latent space in which the routed experts work.
+        attn_res_block_size (`int`, *optional*): Layers between two snapshots of the residual stream that learned
+            mixers read; `None` for plain residuals.
+        linear_attn_config (`dict`, *optional*): KDA shape (`head_dim`, `num_heads`, `short_conv_kernel_size`,
+            `use_full_rank_gate`, `gate_lower_bound`) and the **1-based** lists `kda_layers` and `full_attn_layers`,
+            which are disjoint and cover all layers.
 
     Raises:
         ValueError: if a setting is outside of what the architecture defines; the message names it.
     """
 
     model_type = "kimi_k3_text"
-    keys_to_ignore_at_inference = ["cache"]
     attribute_map = {
         "num_experts_per_tok": "num_experts_per_token",
         "num_local_experts": "num_experts",
         "n_shared_experts": "num_shared_experts",
         "norm_topk_prob": "moe_renormalize",
     }
-
-    schema_version: int = CONFIG_SCHEMA_VERSION
-    vocab_size: int = 163840
-    hidden_size: int = 7168
-    intermediate_size: int = 33792
-    num_hidden_layers: int = 93
-    num_attention_heads: int = 96
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "situ"
-    max_position_embeddings: int = 1048576
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-5
-    use_cache: bool = True
-    attention_dropout: float | int = 0.0
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
-    tie_word_embeddings: bool = False
-
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    mla_use_nope: bool = True
-    mla_use_output_gate: bool = True
+    positive_ints = (*KimiK3BaseConfig.positive_ints, "moe_layer_freq")
 
     num_experts: int | None = 896
     num_experts_per_token: int | None = 16
@@ -94,18 +57,10 @@ class KimiK3TextConfig(PreTrainedConfig):
     num_nextn_predict_layers: int = 0
 
     attn_res_block_size: int | None = 12
-    activation_situ_beta: float | int | None = 4.0
-    activation_situ_linear_beta: float | int | None = 25.0
-
     linear_attn_config: dict | None = None
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("layer_types", None)  # derived from `linear_attn_config`
         _drop_mxfp4(kwargs)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
         if self.linear_attn_config is None:
             full = [layer for layer in range(1, self.num_hidden_layers + 1) if layer % 4 == 0]
             full = sorted({*full, self.num_hidden_layers})
@@ -119,7 +74,6 @@ class KimiK3TextConfig(PreTrainedConfig):
                 "kda_layers": [layer for layer in range(1, self.num_hidden_layers + 1) if layer not in full],
             }
         super().__post_init__(**kwargs)
-        self.check()
 
     # The KDA shape. A checkpoint that leaves a field out means the value given here.
     @property
@@ -153,10 +107,6 @@ class KimiK3TextConfig(PreTrainedConfig):
         """`"sparse"` or `"dense"` for every layer."""
         return ["sparse" if self._is_sparse(i) else "dense" for i in range(self.num_hidden_layers)]
 
-    @property
-    def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
     def _is_sparse(self, layer_idx: int) -> bool:
         return (
             self.num_experts is not None
@@ -167,36 +117,19 @@ class KimiK3TextConfig(PreTrainedConfig):
     def validate_layer_type(self):
         """`layer_types` is derived and holds a type of our own: the list in transformers does not apply."""
 
-    def check(self):
-        """Raises a `ValueError` that names the first setting outside of what the architecture defines."""
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        for name in (*sizes, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
-        require(self.mla_use_nope, "mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
-        require(
-            self.num_key_value_heads == self.num_attention_heads,
-            "num_key_value_heads",
-            self.num_key_value_heads,
-            f"MLA has one key/value per query head; it must equal num_attention_heads ({self.num_attention_heads})",
-        )
-        require(
-            not self.tie_word_embeddings, "tie_word_embeddings", True, "K3 has a separate LM head; it must be false"
-        )
-        require(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "null or positive")
-        beta = self.activation_situ_linear_beta
-        require(beta is None or beta > 0, "activation_situ_linear_beta", beta, "null or positive")
+    def check(self) -> None:
+        super().check()
         size = self.attn_res_block_size
-        require(size is None or size > 0, "attn_res_block_size", size, "null or positive")
+        self.require("attn_res_block_size", size is None or size > 0, "null or positive")
         self._check_layers()
         if self.num_experts is not None:
             self._check_experts()
 
     def _check_layers(self):
         lists = [self.linear_attn_config.get(name) for name in ("kda_layers", "full_attn_layers")]
-        require(
-            None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
+        self.require(
             "linear_attn_config",
-            self.linear_attn_config,
+            None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
             f"kda_layers and full_attn_layers (1-based) must be disjoint and cover 1..{self.num_hidden_layers}",
         )
         require(
@@ -211,24 +144,20 @@ class KimiK3TextConfig(PreTrainedConfig):
     def _check_experts(self):
         for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size"):
             value = getattr(self, name)
-            require(value is not None and value > 0, name, value, "a model with experts needs it positive")
-        require(
-            self.num_experts_per_token <= self.num_experts,
+            self.require(name, value is not None and value > 0, "a model with experts needs it positive")
+        self.require(
             "num_experts_per_token",
-            self.num_experts_per_token,
+            self.num_experts_per_token <= self.num_experts,
             f"it cannot exceed num_experts ({self.num_experts})",
         )
-        require(
-            self.moe_router_activation_func in ("sigmoid", "softmax"),
+        self.require(
             "moe_router_activation_func",
-            self.moe_router_activation_func,
+            self.moe_router_activation_func in ("sigmoid", "softmax"),
             'it must be "sigmoid" or "softmax"',
         )
         groups = self.num_expert_group
-        require(
-            groups > 0 and self.num_experts % groups == 0, "num_expert_group", groups, "it must divide num_experts"
-        )
-        require(0 < self.topk_group <= groups, "topk_group", self.topk_group, f"it must lie in 1..{groups}")
+        self.require("num_expert_group", groups > 0 and self.num_experts % groups == 0, "it must divide num_experts")
+        self.require("topk_group", 0 < self.topk_group <= groups, f"it must lie in 1..{groups}")
 
 
 @strict

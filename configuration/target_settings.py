@@ -1,11 +1,12 @@
-"""What a draft reads off any target's configuration: widths, special tokens, how embeddings and logits are scaled."""
+"""What a draft takes from any target's configuration: widths, special tokens, how embeddings and logits are scaled,
+and which layers it reads."""
 
 import math
 
 import torch
 from transformers import PreTrainedConfig
 
-from .configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT
+from .configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT, last_layer_id
 
 # Configurations say the same under different names. Each tuple holds those of one thing; the first that is set counts.
 EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size")  # where embedding and head are narrower than the layers
@@ -102,3 +103,33 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...], default):
     """The first of several settings that the configuration has and that is not null."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if value is not None), default)
+
+
+def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
+    """
+    Default layers to read features from: evenly spaced from the second to the third-last layer (DFlash,
+    arXiv 2602.06036, section 4), rounded half to even. Ids repeat where the target is very shallow.
+    """
+    if num_draft_layers == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers)]
+
+
+def default_target_layer_ids(
+    num_target_layers: int, num_draft_layers: int, capture_point: str = LAYER_OUTPUT
+) -> list[int]:
+    """
+    [`build_target_layer_ids`] where these are layers that can be tapped and differ; on shallower targets, that many
+    layers, or as many as there are, evenly spaced from the first to the last one that can be tapped.
+    """
+    layer_ids = build_target_layer_ids(num_target_layers, num_draft_layers)
+    last = last_layer_id(num_target_layers, capture_point)
+    if len(set(layer_ids)) == num_draft_layers and 0 <= min(layer_ids) and max(layer_ids) <= last:
+        return sorted(layer_ids)
+    if last < 0:
+        raise ValueError(
+            f"The target has {num_target_layers} layer(s), of which serving engines can tap none: a draft needs a "
+            "deeper target."
+        )
+    count = min(num_draft_layers, last + 1)
+    return [round(i * last / (count - 1)) for i in range(count)] if count > 1 else [last // 2]

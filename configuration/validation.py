@@ -1,4 +1,12 @@
-"""What the configurations check their settings with."""
+"""How the configurations check their settings."""
+
+import math
+from typing import ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+SCHEMA_VERSION = 1
 
 
 def is_natural(value) -> bool:
@@ -13,3 +21,35 @@ def require(condition: bool, name: str, value, reason: str) -> None:
     """Raises a `ValueError` that names a setting, unless `condition`."""
     if not condition:
         raise ValueError(f"`{name}` is {value!r}: {reason}.")
+
+
+@strict
+class CheckedConfig(PreTrainedConfig):
+    """A configuration that checks itself when it is made. A subclass names its sizes and extends `check`."""
+
+    positive_ints: ClassVar[tuple[str, ...]] = ()
+    positive_numbers: ClassVar[tuple[str, ...]] = ()
+
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raises a `ValueError` that names the first setting outside of what is defined."""
+        self.check_version("schema_version", SCHEMA_VERSION)
+        for name in self.positive_ints:
+            self.require(name, is_positive_int(getattr(self, name)), "it must be a positive integer")
+        for name in self.positive_numbers:
+            value = getattr(self, name)
+            self.require(name, math.isfinite(value) and value > 0, "it must be finite and positive")
+
+    def check_version(self, name: str, known: int) -> None:
+        """Refuses settings of a later version than this code knows."""
+        reason = f"this version of blockdraft reads up to {known}; install a newer one"
+        self.require(name, getattr(self, name) <= known, reason)
+
+    def require(self, name: str, condition: bool, reason: str) -> None:
+        """Raises a `ValueError` that names a setting of this configuration, unless `condition`."""
+        require(condition, name, getattr(self, name), reason)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
 
-from ..configuration.configuration_draft import ANCHOR_FIRST, LAYER_OUTPUT
+from ..configuration.configuration_draft import LAYER_OUTPUT
 from .rules import is_hub_id
 from .serving import decoding_limits, masked_slots_are_alike
 
@@ -43,7 +43,7 @@ def facts(config: PreTrainedConfig) -> dict[str, str]:
     if config.capture_point == LAYER_OUTPUT:
         captured = "their outputs"
     slots = f"{config.block_size - config.num_drafted} known, {config.num_drafted} drafted"
-    if config.slot_layout == ANCHOR_FIRST:
+    if config.sample_from_anchor:
         slots = "the first slot reads the last known token, and every slot drafts the token after its own"
     fingerprints = {part: (record.get(f"{part}_sha256") or "")[:16] for part in ("weights", "embedding", "tokenizer")}
     cells = {

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from ..configuration.configuration_draft import ANCHOR_FIRST, LAYER_OUTPUT
+from ..configuration.configuration_draft import LAYER_OUTPUT
 from ..modeling.deepseek_v41.engine_fit import ENGINES, engine_misfits
 from ..modeling.families import DSPARK, family_of
 
@@ -53,7 +53,7 @@ def decoding_limits(config: PreTrainedConfig) -> list[str]:
     where it gives the same."""
     native = '`speculation_type="dflash"` of transformers'
     limits = []
-    if config.slot_layout == ANCHOR_FIRST:
+    if config.sample_from_anchor:
         limits.append(f"{native} reads another slot layout: with it, hardly a token is accepted.")
     elif config.capture_point != LAYER_OUTPUT:
         limits.append(f"{native} hands out outputs of layers, which this draft does not read.")

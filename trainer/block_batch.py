@@ -10,19 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..configuration.configuration_draft import ANCHOR_FIRST, DraftConfig
-from ..modeling.draft.anchors import (
-    Anchors,
-    document_positions,
-    document_remaining,
-    legal_anchors,
-    legal_dspark_anchors,
-    sample_anchors,
-    sample_prefix_lengths,
-)
+from ..configuration.configuration_draft import DraftConfig
+from ..modeling.draft.anchors import Anchors, legal_anchors, legal_dspark_anchors, sample_anchors
 from ..modeling.draft.block_plan import BlockPlan
 from ..modeling.draft.block_targets import build_block_inputs, build_block_targets, build_dspark_targets
+from ..modeling.draft.documents import document_positions, document_remaining
 from ..modeling.draft.modeling_draft import DraftPreTrainedModel
+from ..modeling.draft.prefix_lengths import sample_prefix_lengths
 from .data.encoder import stable_row_id
 from .objectives.slot_targets import SlotTargets, slot_targets
 
@@ -85,7 +79,7 @@ def build_block_batch(
         step, seed, num_anchors: of [`~blockdraft.modeling.draft.anchors.sample_anchors`].
         gamma: decay of the weights, see [`~blockdraft.trainer.objectives.slot_targets.slot_weights`].
         prefix_weight_base: draws how many tokens of each block are known, see
-            [`~blockdraft.modeling.draft.anchors.sample_prefix_lengths`]. Default: the anchor alone is known.
+            [`~blockdraft.modeling.draft.prefix_lengths.sample_prefix_lengths`]. Default: the anchor alone is known.
         device: where the draft's forward will run. Default: where it is.
 
     Returns:
@@ -101,7 +95,7 @@ def build_block_batch(
     anchors = (placed["anchor_positions"], placed["block_keep_mask"])
     ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch.get("document_ids")
     remaining = None if documents is None else document_remaining(documents, batch["attention_mask"].sum(-1))
-    if config.slot_layout == ANCHOR_FIRST:
+    if config.sample_from_anchor:
         known = 1
         labels = build_dspark_targets(ids, mask, *anchors, size, remaining)
         targets, previous = slot_targets(labels.token_ids, labels.mask, 0, gamma), labels.previous_token_ids
@@ -152,7 +146,7 @@ def _draw_blocks(
 
 def _legal_anchors(loss_mask: Tensor, lengths: Tensor, config: DraftConfig) -> Tensor:
     """`[B, S]` bool: where a block may be, by the layout of its slots."""
-    if config.slot_layout == ANCHOR_FIRST:
+    if config.sample_from_anchor:
         # The reference pads each row to exactly `num_anchors` blocks. A padded block sees and is seen by itself alone,
         # has weight 0 and is not counted in the experts' load: a batch as wide as its richest row gives the same loss
         # and gradients, without the padding's cost.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..configuration.configuration_draft import DraftConfig
-from ..modeling.draft.anchors import document_positions
+from ..modeling.draft.documents import document_positions
 from ..modeling.target.target_features import capture_features
 
 PROBE_TOKENS = 48  # of a row, on which it is tried whether a target keeps documents apart

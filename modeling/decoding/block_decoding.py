@@ -25,7 +25,6 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ...configuration.configuration_draft import ANCHOR_FIRST
 from ..target.cache_rollback import held_lengths, stuck_layers
 from ..target.pairing import check_pair
 from ..target.target_features import FeatureCapture, capture_features
@@ -119,7 +118,7 @@ class _Drafter:
         self._embed_tokens, self._lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         self.num_candidates = config.num_drafted
         self._first_slot = config.block_size - config.num_drafted
-        self.known = self._first_slot + (config.slot_layout == ANCHOR_FIRST)
+        self.known = config.num_known_tokens
         device = device_of(self._embed_tokens, target.device)
         self._block = torch.full((1, config.block_size), config.mask_token_id, device=device)
         self._positions = torch.arange(target.positions.shape[-1], device=self.device)[None]

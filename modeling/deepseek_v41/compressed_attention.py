@@ -13,12 +13,12 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.configuration_deepseek_v41 import DEEPSEEK_V41_ATTENTION, DeepseekV41TextConfig
-from ..ops.number_formats import round_to_cache_format
+from ..ops.fp4_rounding import round_to_mxfp4, round_to_nvfp4
+from ..ops.fp32 import Fp32Linear
 from ..target.cache_rollback import check_crop
 from .deepseek_v41_layers import (
     DeepseekV41RMSNorm,
     DeepseekV41WindowAttention,
-    Fp32Linear,
     rotate,
 )
 from .token_plan import GroupPlan, TokenPlan, move_fields
@@ -264,7 +264,7 @@ class Indexer(nn.Module):
     @torch.no_grad()
     def keys(self, latents: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         """Latents `[B, n, D]` of new groups -> index keys `[B, n, d]`."""
-        return round_to_cache_format(rotate(self.k_norm(self.wk(latents)), rotations), "mxfp4")
+        return round_to_mxfp4(rotate(self.k_norm(self.wk(latents)), rotations))
 
     @torch.no_grad()
     def select(
@@ -274,7 +274,7 @@ class Indexer(nn.Module):
         config, plan = self.config, state.plan
         queries = rotate(self.wq_b(latents).unflatten(-1, (config.index_n_heads, -1)), rotations.unsqueeze(-2))
         weights = self.weights_proj(hidden_states) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
-        scores = index_scores(round_to_cache_format(queries, "mxfp4"), state.index_keys, weights)
+        scores = index_scores(round_to_mxfp4(queries), state.index_keys, weights)
         scores = scores.masked_fill(~plan.allowed, -math.inf)
         if self.is_candidate_source:
             blocks = (config.candidate_block_size, config.candidate_topk_blocks)
@@ -332,7 +332,7 @@ class DeepseekV41Attention(DeepseekV41WindowAttention):
         groups = plan.groups(self.ratio, history)
         latents = self.compressor.pool(columns, groups, hidden_states.dtype)
         rotations = plan.group_rotations(groups, self.ratio)
-        keys = round_to_cache_format(rotate(latents, rotations), "nvfp4")
+        keys = round_to_nvfp4(rotate(latents, rotations))
         index_keys = self.indexer.keys(latents, rotations)
         if cache_layer is not None:
             keys = cache_layer.store("keys", keys, groups)

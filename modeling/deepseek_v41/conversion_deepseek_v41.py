@@ -72,7 +72,7 @@ class RenameReleased(WeightRenaming):
 
 
 class RenameToReleased(WeightRenaming):
-    """The way back."""
+    """Reverts [`RenameReleased`]."""
 
     __slots__ = ()
 

@@ -1,26 +1,23 @@
-"""Parts of the DeepSeek V4.1 DSpark draft: its stages, which attend over `[context | block]`, their cache layer, the
-Markov head and the confidence head, and what the draft returns."""
+"""Parts of the DeepSeek V4.1 DSpark draft: its stages, which attend over `[context | block]`, and their cache
+layer."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import ModelOutput
 
 from ...configuration.configuration_deepseek_v41_dspark import DSPARK_CONTEXT, DeepseekV41DSparkConfig
+from ..draft.dspark_heads import DSparkHeads
 from ..draft.visible_attention import VisibleKeys, attend_visible
 from .deepseek_v41_layers import (
     DeepseekV41HyperConnection,
     DeepseekV41MoE,
     DeepseekV41RMSNorm,
     DeepseekV41WindowAttention,
-    Fp32Linear,
-    collapse,
-    expand,
 )
+from .hyper_connections import collapse_streams, expand_streams
 
 
 class DSparkContextLayer(DynamicLayer):
@@ -74,7 +71,18 @@ class DeepseekV41DSparkAttention(DeepseekV41WindowAttention):
         cache: Cache | None = None,
         skipped: int = 0,
     ) -> torch.Tensor:
-        """`[B, Q, H]` block rows, `[B, A, H]` context rows, `[B, A + Q, R / 2]` rotations; returns `[B, Q, H]`."""
+        """
+        Args:
+            hidden_states: `[B, Q, H]`, normed block rows.
+            context_hidden_states: `[B, A, H]`, rows of the new context.
+            rotations: `[B, A + Q, R / 2]` complex64, of context and block.
+            attention_mask: one of [`~DraftPreTrainedModel.layer_masks`]; `None`: one block behind its whole context,
+                whose slots all see the last `sliding_window` rows.
+            cache: gets the A + Q key rows, and gives those before them; skipped: see [`DSparkContextLayer`].
+
+        Returns:
+            `[B, Q, H]`.
+        """
         length = hidden_states.shape[1]
         block_rotations = rotations[:, -length:]
         queries = self.queries(hidden_states, block_rotations)[1]
@@ -93,32 +101,6 @@ class DeepseekV41DSparkAttention(DeepseekV41WindowAttention):
         else:
             attended = self.attend(queries, keys[:, -(window + length) :], None)
         return self.project_output(attended, block_rotations)
-
-
-class DeepseekV41DSparkMarkovHead(nn.Module):
-    """Bias of a slot's logits by the token before it, of low rank."""
-
-    def __init__(self, config: DeepseekV41DSparkConfig):
-        super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.head = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
-
-    def forward(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[...]` tokens before the slots -> transition logits `[..., V]` and embeddings `[..., r]`."""
-        embeddings = self.embed(token_ids)
-        return self.head(embeddings), embeddings
-
-
-class DeepseekV41DSparkConfidenceHead(nn.Module):
-    """How likely a slot's token is to be accepted if those before it are: a logit, in fp32."""
-
-    def __init__(self, config: DeepseekV41DSparkConfig):
-        super().__init__()
-        self.proj = Fp32Linear(config.hidden_size + config.markov_rank, 1)
-
-    def forward(self, hidden_states: torch.Tensor, markov_embeddings: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` and `[..., r]` -> `[...]` fp32, not calibrated."""
-        return self.proj(torch.cat([hidden_states.float(), markov_embeddings.float()], dim=-1)).squeeze(-1)
 
 
 class DSparkStageOutput(NamedTuple):
@@ -155,9 +137,9 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
         self.main_proj = nn.Linear(config.features_width, size, bias=False) if is_first else None
         self.main_norm = DeepseekV41RMSNorm(size, eps) if is_first else None
         self.norm = DeepseekV41RMSNorm(size, eps) if is_last else None
-        has_markov_head = is_last and config.markov_rank is not None
-        self.markov_head = DeepseekV41DSparkMarkovHead(config) if has_markov_head else None
-        self.confidence_head = DeepseekV41DSparkConfidenceHead(config) if is_last and config.confidence_head else None
+        heads = DSparkHeads(config) if is_last else None
+        self.markov_head = heads.markov_head if is_last else None
+        self.confidence_head = heads.confidence_head if is_last else None
 
     def forward(
         self,
@@ -169,67 +151,24 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
         cache: Cache | None = None,
         skipped: int = 0,
     ) -> DSparkStageOutput:
-        """`context_hidden_states` are the target's features `[B, A, F * H]` in the first stage, `[B, A, H]` after."""
+        """
+        Args:
+            streams: `[B, Q, s, H]`, the block's residual streams.
+            pre_mix: `[B, Q, s]` fp32, how the attention sums them up.
+            context_hidden_states: the target's features `[B, A, F * H]` in the first stage, `[B, A, H]` after.
+            rotations: `[B, A + Q, R / 2]` complex64, of context and block.
+            attention_mask, cache, skipped: as in [`DeepseekV41DSparkAttention`].
+        """
         if self.main_proj is not None:
             context_hidden_states = self.main_norm(self.main_proj(context_hidden_states))
         mix = self.attn_hc(streams)
-        hidden_states = self.attn_norm(collapse(streams, pre_mix))
+        hidden_states = self.attn_norm(collapse_streams(streams, pre_mix))
         hidden_states = self.attn(hidden_states, context_hidden_states, rotations, attention_mask, cache, skipped)
-        streams = expand(hidden_states, streams, mix)
+        streams = expand_streams(hidden_states, streams, mix.post, mix.comb)
         pre_mix, mix = mix.pre, self.ffn_hc(streams)
-        streams = expand(self.ffn(self.ffn_norm(collapse(streams, pre_mix))), streams, mix)
+        hidden_states = self.ffn(self.ffn_norm(collapse_streams(streams, pre_mix)))
+        streams = expand_streams(hidden_states, streams, mix.post, mix.comb)
         if self.norm is None:
             return DSparkStageOutput(streams, mix.pre, context_hidden_states)
-        residual = collapse(streams, mix.pre)
+        residual = collapse_streams(streams, mix.pre)
         return DSparkStageOutput(streams, mix.pre, context_hidden_states, residual, self.norm(residual))
-
-
-@dataclass
-class DSparkOutput(ModelOutput):
-    """
-    Args:
-        last_hidden_state (`[B, Q, H]`):
-            After the final norm; [`~DeepseekV41DSparkBackbone.compute_logits`] turns it into base logits.
-        confidence_states (`[B, Q, H]`):
-            What the confidence head reads: the same, or the state before the norm (`config.confidence_input`).
-        transition_logits (`[B, Q, V]`, *optional*):
-            The Markov head's bias, where `previous_token_ids` were given.
-        confidence_pred (`[B, Q]` fp32, *optional*):
-            Confidence logits, where `previous_token_ids` were given.
-        cache ([`~transformers.cache_utils.DFlashCache`], *optional*).
-    """
-
-    last_hidden_state: torch.Tensor | None = None
-    confidence_states: torch.Tensor | None = None
-    transition_logits: torch.Tensor | None = None
-    confidence_pred: torch.Tensor | None = None
-    cache: Cache | None = None
-
-    @property
-    def normalized_hidden_states(self) -> torch.Tensor:
-        """The reference's name of `last_hidden_state`."""
-        return self.last_hidden_state
-
-
-@dataclass
-class DSparkForwardOutput(ModelOutput):
-    """
-    Args:
-        draft_logits (`[B, N, block_size, V]` fp32):
-            Base logits plus transitions.
-        aligned_target_logits (`[B, N, block_size, V]` fp32, *optional*):
-            The target's, for the same tokens; no gradient.
-        target_ids (`[B, N, block_size]` int64), eval_mask (`[B, N, block_size]` bool):
-            Labels, and which of them count: all up to the first one without supervision.
-        block_keep_mask (`[B, N]` bool):
-            False for padded blocks.
-        confidence_pred (`[B, N, block_size]` fp32, *optional*):
-            Confidence logits.
-    """
-
-    draft_logits: torch.Tensor | None = None
-    aligned_target_logits: torch.Tensor | None = None
-    target_ids: torch.Tensor | None = None
-    eval_mask: torch.Tensor | None = None
-    block_keep_mask: torch.Tensor | None = None
-    confidence_pred: torch.Tensor | None = None

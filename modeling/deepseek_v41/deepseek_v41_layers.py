@@ -11,11 +11,12 @@ from transformers import initialization as init
 from transformers.integrations import use_experts_implementation
 from transformers.utils.generic import maybe_autocast
 
-from ...configuration.configuration_deepseek_v41 import DeepseekV41BaseConfig
-from ..ops.elementwise import clamped_swiglu, rms_norm
+from ...configuration.configuration_deepseek_v41_base import DeepseekV41BaseConfig
+from ..ops.cache_rounding import round_to_fp8
+from ..ops.clamped_swiglu import clamped_swiglu
+from ..ops.elementwise import rms_norm
 from ..ops.fp32 import KeepsFp32
-from ..ops.number_formats import round_to_cache_format
-from .hyper_connections import collapse_streams, expand_streams, normed_projection, sinkhorn
+from .hyper_connections import normed_projection, sinkhorn
 
 # Channels that carry the sink through scaled_dot_product_attention: two are used, eight keep rows aligned.
 SINK_CHANNELS = 8
@@ -34,20 +35,6 @@ class DeepseekV41RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-class Fp32Linear(KeepsFp32, nn.Linear):
-    """A bias-free linear layer with a weight in fp32, whatever the model's dtype."""
-
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features, bias=False, dtype=torch.float32)
-
-    def forward(self, hidden_states: torch.Tensor, in_fp32: bool = True) -> torch.Tensor:
-        """In fp32, or with the weight rounded to the dtype of `hidden_states`."""
-        if not in_fp32:
-            return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
-        with maybe_autocast(hidden_states.device.type, enabled=False):
-            return nn.functional.linear(hidden_states.float(), self.weight)
 
 
 # ---- rotary embedding ---------------------------------------------------------------------------------------------
@@ -147,18 +134,6 @@ class DeepseekV41HyperConnection(KeepsFp32):
             pre, post, comb = (torch.addcmul(base, part, scale) for base, part, scale in parts)
             comb = sinkhorn(comb.unflatten(-1, (s, s)), self.config.hc_sinkhorn_iters, eps)
             return HyperConnectionMix(pre.sigmoid() + eps, 2 * post.sigmoid(), comb)
-
-
-def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    """Weighted sum of the streams `[..., s, H]`, weights `[..., s]` fp32; `[..., H]` in the streams' dtype."""
-    with maybe_autocast(streams.device.type, enabled=False):
-        return collapse_streams(streams, pre)
-
-
-def expand(output: torch.Tensor, streams: torch.Tensor, mix: HyperConnectionMix) -> torch.Tensor:
-    """The streams `[..., s, H]` after a sublayer with the given output `[..., H]`, in the streams' dtype."""
-    with maybe_autocast(streams.device.type, enabled=False):
-        return expand_streams(output, streams, mix.post, mix.comb)
 
 
 # ---- mixture of experts -------------------------------------------------------------------------------------------
@@ -331,7 +306,7 @@ class DeepseekV41WindowAttention(nn.Module):
 
     def keys(self, hidden_states: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         """`[B, S, H]` -> `[B, S, D]`, keys and values at once."""
-        return round_to_cache_format(rotate(self.kv_norm(self.wkv(hidden_states)), rotations), "fp8")
+        return round_to_fp8(rotate(self.kv_norm(self.wkv(hidden_states)), rotations))
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """

@@ -14,11 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from ...configuration.build_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
 from ...configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
-from ...configuration.configuration_deepseek_v41_dspark import (
-    DeepseekV41DSparkConfig,
-    build_deepseek_v41_dspark_draft_config,
-)
+from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..ops.number_formats import SCALE_GROUP, dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
 from ..saving.atomic_save import staged_directory
 from .conversion_deepseek_v41 import native_name, released_name
@@ -191,7 +189,7 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def _stored_shapes(name: str, shape: torch.Size, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a tensor in a file, and of its scale."""
+    """The shape that a tensor has in a file, and that of its scale."""
     if not _is_quantized(tensor) or len(shape) != 2:
         return tuple(shape), ()
     rows, columns = shape
@@ -213,17 +211,14 @@ def export_deepseek(
     its metadata. Files appear whole or not at all.
 
     Args:
-        draft (`DeepseekV41DSparkModel`):
-            The draft. Embedding and head are the target's and are not written.
-        directory (`str` or `os.PathLike`, *optional*):
-            Where to write it on its own.
-        quantize (`bool`):
-            FP8 and FP4 instead of bfloat16, see [`released_tensors`].
-        into (`str` or `os.PathLike`, *optional*):
-            Directory of the draft's target: gets the file beside its own, and an index of all of them. The target's
-            weight files stay as they are; if they hold `mtp.*` tensors already, the index lists the new ones instead.
-        engine (`str`, *optional*):
-            `"vllm"` or `"sglang"`: warns of each way in which the draft does not fit it, see [`engine_misfits`].
+        draft (`DeepseekV41DSparkModel`): The draft. Embedding and head are the target's and are not written.
+        directory (`str` or `os.PathLike`, *optional*): Where to write it on its own.
+        quantize (`bool`): FP8 and FP4 instead of bfloat16, see [`released_tensors`].
+        into (`str` or `os.PathLike`, *optional*): Directory of the draft's target: gets the file beside its own, and
+            an index of all of them. The target's weight files stay as they are; if they hold `mtp.*` tensors already,
+            the index lists the new ones instead.
+        engine (`str`, *optional*): `"vllm"` or `"sglang"`: warns of each way in which the draft does not fit it, see
+            [`engine_misfits`].
 
     Returns:
         `list[str]`: the warnings.
@@ -269,13 +264,11 @@ def load_deepseek(
     Reads a draft in the released layout, quantised or not, from a directory of its own or from its target's.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            What [`export_deepseek`] wrote, or a DeepSeek V4.1 checkpoint with `mtp.*` tensors.
-        dtype (`torch.dtype`):
-            Of what is not always fp32.
-        config (`DeepseekV41DSparkConfig`, *optional*):
-            Default: that in the file's metadata, else the one that belongs to the `config.json` beside it, with the
-            confidence input of DeepSeek's own draft.
+        directory (`str` or `os.PathLike`): What [`export_deepseek`] wrote, or a DeepSeek V4.1 checkpoint with `mtp.*`
+            tensors.
+        dtype (`torch.dtype`): Of what is not always fp32.
+        config (`DeepseekV41DSparkConfig`, *optional*): Default: that in the file's metadata, else the one that belongs
+            to the `config.json` beside it, with the confidence input of DeepSeek's own draft.
 
     Returns:
         `DeepseekV41DSparkModel` in evaluation mode.

@@ -6,6 +6,7 @@ saves its inputs only; a CPU does all of a part to a few rows while they are in 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers.utils.generic import maybe_autocast
 
 from ..ops.elementwise import row_chunks
 
@@ -103,8 +104,11 @@ class _CollapseStreams(torch.autograd.Function):
 
 
 def collapse_streams(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    """Weighted sum of the streams `[..., s, H]`, weights `[..., s]`, computed in their dtype: `[..., H]`."""
-    return _CollapseStreams.apply(streams.flatten(0, -3), pre.flatten(0, -2)).view(*pre.shape[:-1], streams.shape[-1])
+    """Weighted sum of the streams `[..., s, H]`, weights `[..., s]`, computed in the dtype of these (fp32), autocast
+    or not: `[..., H]` in the streams' dtype."""
+    with maybe_autocast(streams.device.type, enabled=False):
+        collapsed = _CollapseStreams.apply(streams.flatten(0, -3), pre.flatten(0, -2))
+    return collapsed.view(*pre.shape[:-1], streams.shape[-1])
 
 
 class _ExpandStreams(torch.autograd.Function):
@@ -142,7 +146,12 @@ def expand_streams(
 
     Args:
         output: `[..., H]`; streams: `[..., s, H]`.
-        post: `[..., s]`; comb: `[..., s, s]`, from (rows) and to (columns); all is computed in their dtype.
+        post: `[..., s]`; comb: `[..., s, s]`, from (rows) and to (columns); all is computed in the dtype of these
+            (fp32), autocast or not.
+
+    Returns:
+        `[..., s, H]` in the streams' dtype.
     """
     rows = (output.flatten(0, -2), streams.flatten(0, -3), post.flatten(0, -2), comb.flatten(0, -3))
-    return _ExpandStreams.apply(*rows).view_as(streams)
+    with maybe_autocast(streams.device.type, enabled=False):
+        return _ExpandStreams.apply(*rows).view_as(streams)

@@ -12,6 +12,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from ..ops.fp32 import Fp32Linear
 from ..target.causal_lm import CausalLMForward
 from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer
 from .conversion_deepseek_v41 import register_deepseek_v41_conversion
@@ -20,13 +21,11 @@ from .deepseek_v41_layers import (
     DeepseekV41MoE,
     DeepseekV41RMSNorm,
     DeepseekV41Router,
-    Fp32Linear,
     check_grouped_widths,
-    collapse,
-    expand,
     init_deepseek_v41_weights,
 )
 from .engram import EngramHash, EngramLayer, compressed_token_map
+from .hyper_connections import collapse_streams, expand_streams
 from .token_plan import TokenPlan
 
 # Arguments of `from_pretrained` that say where a repository's files are; the tokenizer lies beside the weights.
@@ -72,11 +71,11 @@ class DeepseekV41DecoderLayer(GradientCheckpointingLayer):
         if self.engram is not None:
             streams = self.engram(streams, engram_rows[:, :, self.engram_index], valid)
         mix = self.attn_hc(streams)
-        output, state = self.attn(self.attn_norm(collapse(streams, pre)), plan, state, cache_layer)
-        streams, pre = expand(output, streams, mix), mix.pre
+        output, state = self.attn(self.attn_norm(collapse_streams(streams, pre)), plan, state, cache_layer)
+        streams, pre = expand_streams(output, streams, mix.post, mix.comb), mix.pre
         mix = self.ffn_hc(streams)
-        output = self.ffn(self.ffn_norm(collapse(streams, pre)), None if valid is None else ~valid)
-        return expand(output, streams, mix), mix.pre, state
+        output = self.ffn(self.ffn_norm(collapse_streams(streams, pre)), None if valid is None else ~valid)
+        return expand_streams(output, streams, mix.post, mix.comb), mix.pre, state
 
 
 class DeepseekV41PreTrainedModel(PreTrainedModel):
@@ -158,7 +157,11 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):
 
 
 class DeepseekV41Model(DeepseekV41PreTrainedModel):
-    """The V4.1 text backbone."""
+    """
+    The DeepSeek V4.1 text backbone: layers of CSA2 attention and experts on several residual streams (single-pass
+    hyper-connections, arXiv 2512.24880), some with an n-gram memory (Engram, arXiv 2601.07372), between an embedding
+    and a final norm.
+    """
 
     def __init__(self, config: DeepseekV41TextConfig):
         super().__init__(config)
@@ -183,9 +186,14 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
     ) -> MoeModelOutputWithPast:
         """
         Args:
-            input_ids: `[B, S]` int64; with Engram they are needed beside `inputs_embeds` too.
+            input_ids: `[B, S]` int64, or in their place inputs_embeds `[B, S, H]`, beside which Engram needs them too.
             attention_mask: `[B, past + S]`, 1 = token, 0 = padding: on the left, or on the right without a cache.
             position_ids: accepted and unused: a token's position is its number in the row, padding not counted.
+            cache, use_cache: a `DynamicCache(config=config)`, and whether to make one where none is given.
+
+        Returns:
+            [`~transformers.modeling_outputs.MoeModelOutputWithPast`]: `last_hidden_state` `[B, S, H]` after the final
+            norm, and `cache`.
 
         Raises:
             ValueError: if inputs contradict each other or the mask cannot be followed.
@@ -209,7 +217,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
             streams, pre, state = layer(streams, pre, plan, state, engram_rows, cache_layer)
             if cache_layer is not None:
                 cache_layer.advance(length)
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(collapse(streams, pre)), cache=cache)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(collapse_streams(streams, pre)), cache=cache)
 
     def _engram_rows(self, input_ids: torch.Tensor | None, plan: TokenPlan, cache: Cache | None) -> torch.Tensor:
         """`[B, S, engram layers, tables]`; the first Engram layer's cache remembers the last tokens."""
@@ -223,7 +231,11 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
 
 
 class DeepseekV41ForCausalLM(CausalLMForward, DeepseekV41PreTrainedModel, GenerationMixin):
-    """The V4.1 text model with its language modeling head, which is fp32."""
+    """
+    The DeepSeek V4.1 text model with its language modeling head, which is fp32 whatever the model's dtype. Released
+    checkpoints load as they are, FP8 and FP4 decoded; vision side and draft are left out. See [`CausalLMForward`] and
+    [`DeepseekV41Model`] for the arguments of the forward.
+    """
 
     _tied_weights_keys = {}
 

@@ -1,6 +1,7 @@
 """Where the tokens of a DeepSeek V4.1 forward stand, and what each of them may see."""
 
 import copy
+import weakref
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -71,18 +72,22 @@ class TokenPlan:
         self.rotations = {False: self._rotations(self.positions, False), True: self._rotations(self.positions, True)}
         self._window: dict[int, torch.Tensor] = {}
         self._groups: dict[tuple[int, int], GroupPlan] = {}
-        self._plans = {self.device: self}
+        # A plan that held itself would outlive its forward, and its masks with it: only those made of it are held.
+        self._plans = weakref.WeakValueDictionary({self.device: self})
+        self._copies: list[TokenPlan] = []
 
     def to(self, device: torch.device | str | int) -> "TokenPlan":
         """The plan for layers on another device."""
         device = torch.empty(0, device=device).device  # with its index
-        if device not in self._plans:
+        plan = self._plans.get(device)
+        if plan is None:
             plan = self._plans[device] = copy.copy(self)
-            plan.device, plan._window, plan._groups = device, {}, {}
+            self._copies.append(plan)
+            plan.device, plan._window, plan._groups, plan._copies = device, {}, {}, []
             plan.valid = None if self.valid is None else self.valid.to(device)
             plan.first, plan.positions = self.first.to(device), self.positions.to(device)
             plan.rotations = {compressed: rotations.to(device) for compressed, rotations in self.rotations.items()}
-        return self._plans[device]
+        return plan
 
     @property
     def new_valid(self) -> torch.Tensor | None:

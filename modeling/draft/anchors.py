@@ -26,33 +26,6 @@ class Anchors(NamedTuple):
     keep: Tensor
 
 
-def document_remaining(document_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Counts the real tokens after each position inside its own document.
-
-    Args:
-        document_ids (`[B, S]` int): document of every position, documents contiguous.
-        lengths (`[B]` int): real tokens of each row; what follows is padding.
-
-    Returns:
-        `[B, S]` int64, 0 at padding.
-    """
-    width = document_ids.shape[1]
-    positions = torch.arange(width, device=document_ids.device)
-    last = positions == lengths[:, None] - 1
-    last[:, :-1] |= document_ids[:, 1:] != document_ids[:, :-1]
-    ends = torch.where(last & (positions < lengths[:, None]), positions, width)
-    next_end = ends.flip(-1).cummin(-1).values.flip(-1)
-    return torch.where(next_end < width, next_end - positions, 0)
-
-
-def document_positions(document_ids: Tensor) -> Tensor:
-    """Position of each token in its own document, `[B, S]` int64, from `[B, S]` ids of contiguous documents."""
-    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
-    starts = torch.zeros_like(document_ids)
-    starts[:, 1:] = torch.where(document_ids[:, 1:] != document_ids[:, :-1], positions[1:], 0)
-    return positions - starts.cummax(-1).values
-
-
 def legal_anchors(
     loss_mask: Tensor, block_size: int, lengths: Tensor | None = None, document_remaining: Tensor | None = None
 ) -> Tensor:
@@ -65,7 +38,7 @@ def legal_anchors(
         loss_mask (`[B, S]`): supervised where above 0.5.
         block_size (`int`): slots of a block.
         lengths (`[B]` int, *optional*): each row's own length without padding; S where not given.
-        document_remaining (`[B, S]` int, *optional*): packed rows, see [`document_remaining`].
+        document_remaining (`[B, S]` int, *optional*): packed rows, see `documents`.
 
     Returns:
         `[B, S]` bool.
@@ -90,7 +63,7 @@ def legal_dspark_anchors(
     Args:
         loss_mask (`[B, S]`): supervised where above 0.5.
         lengths (`[B]` int, *optional*): each row's own length without padding; S where not given.
-        document_remaining (`[B, S]` int, *optional*): packed rows, see [`document_remaining`]; the next token has to
+        document_remaining (`[B, S]` int, *optional*): packed rows, see `documents`; the next token has to
             be of the same document.
 
     Returns:
@@ -148,42 +121,3 @@ def sample_anchors(
         positions = torch.nn.functional.pad(positions, (0, width - positions.shape[1]))
     keep = torch.arange(positions.shape[1]) < counts[:, None]
     return Anchors(positions.to(legal.device), keep.to(legal.device))
-
-
-def prefix_length_probabilities(block_size: int, base: float) -> tuple[int, Tensor]:
-    """Shortest prefix and the probabilities of it and the longer ones: Pr(l) ~ base**l on min(2, bs - 1)..bs - 1.
-
-    Raises:
-        ValueError: `base` not above 0.
-    """
-    if base <= 0:
-        raise ValueError(f"prefix_weight_base must be above 0, got {base}; below 1 it favours short prefixes.")
-    shortest = min(2, block_size - 1)
-    weights = base ** torch.arange(block_size - shortest, dtype=torch.float64)
-    return shortest, weights / weights.sum()
-
-
-def sample_prefix_lengths(
-    keep: Tensor, block_size: int, base: float, seed: int, step: int, row_ids: Sequence[int | str]
-) -> Tensor:
-    """Draws how many tokens of each block are known, for the variable-prefix objective.
-
-    Args:
-        keep (`[B, N]` bool): from [`sample_anchors`].
-        block_size (`int`): slots of a block, at least 2.
-        base (`float`): `prefix_weight_base`, see [`prefix_length_probabilities`].
-        seed, step, row_ids: as in [`sample_anchors`]; the two draws are independent of each other.
-
-    Returns:
-        `[B, N]` int64 on the device of `keep`, the shortest length in padded places.
-    """
-    shortest, probabilities = prefix_length_probabilities(block_size, base)
-    upper = probabilities.cumsum(0)[:-1]
-    lengths = torch.full(keep.shape, shortest)
-    for row, kept, row_id in zip(lengths, keep.cpu(), row_ids, strict=True):
-        # One number for each block of the row's own, so that the batch's width changes nothing.
-        uniform = torch.rand(
-            int(kept.sum()), dtype=torch.float64, generator=row_generator("prefix", seed, step, row_id)
-        )
-        row[kept] += torch.bucketize(uniform, upper, right=True)
-    return lengths.to(keep.device)

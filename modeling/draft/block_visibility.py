@@ -10,7 +10,7 @@ So what a slot sees of the context is one interval of rows. A padded block (`blo
 no row of a mask is ever empty and no softmax gives NaN.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ class BlockVisibility:
 
     def to(self, device: torch.device, non_blocking: bool = True):
         """The same on another device. The host does not wait for the copies."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})
 
     def dense_mask(self, context_positions: Tensor | None = None) -> Tensor:
@@ -106,30 +105,21 @@ def block_visibility(
     return BlockVisibility(torch.minimum(first, last[..., None]), last, context_length, block_size, causal)
 
 
-def block_attention_mask(
-    anchor_positions: Tensor, block_keep_mask: Tensor, context_length: int, block_size: int, **rule
-) -> Tensor:
-    """[`~BlockVisibility.dense_mask`] of the blocks that [`block_visibility`], with the same arguments, describes."""
-    return block_visibility(anchor_positions, block_keep_mask, context_length, block_size, **rule).dense_mask()
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as the addend of attention scores: 0 where visible, -inf (weight exactly 0) elsewhere."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
-
-
-def block_position_ids(anchor_positions: Tensor, context_length: int, block_size: int) -> Tensor:
-    """Positions of `[context | blocks]`: slot j of the block at anchor a stands at a + j.
+def last_block_mask(padding_mask: Tensor, block_size: int, **rule) -> Tensor:
+    """The rule for one block behind its whole context, as in decoding.
 
     Args:
-        anchor_positions (`[B, N]` int64): anchors, 0 for padded blocks.
-        context_length (`int`): S.
-        block_size (`int`): slots of a block.
+        padding_mask (`[B, S + block_size]`): 0 for padding, which takes no place, on whichever side it is: windows
+            count real tokens.
+        block_size (`int`): slots of this block.
+        rule: `sliding_window`, `window_per_query` and `causal` of [`block_visibility`].
 
     Returns:
-        `[B, S + N * block_size]` int64.
+        `[B, 1, block_size, S + block_size]` bool.
     """
-    device = anchor_positions.device
-    context = torch.arange(context_length, device=device).expand(len(anchor_positions), -1)
-    blocks = anchor_positions[..., None] + torch.arange(block_size, device=device)
-    return torch.cat([context, blocks.flatten(1)], dim=1)
+    context, block = padding_mask.bool().split([padding_mask.shape[1] - block_size, block_size], dim=1)
+    anchors = context.sum(1, keepdim=True)
+    visible = block_visibility(anchors, torch.ones_like(anchors).bool(), context.shape[1], block_size, **rule)
+    mask = visible.dense_mask(torch.where(context, context.cumsum(1) - 1, -1))
+    mask[..., context.shape[1] :] &= block[:, None, None]
+    return mask

@@ -16,36 +16,43 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from ...configuration.configuration_draft import DraftConfig
 from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
-from .block_plan import BlockPlan, check_blocks
+from .block_plan import BlockPlan
 from .block_visibility import block_visibility
-from .flex_block_mask import PaddedBlockMask, padded_block_mask
 from .visible_attention import VisibleKeys, plan_visible_keys
 
 logger = logging.get_logger(__name__)
 
-SEED_NAMES = {
+# Arguments of a draft's forward, by their names in the reference implementation (NeMo AutoModel).
+REFERENCE_NAMES = {
     "noise_embedding": "noise_embeds",
     "noise_embeddings": "noise_embeds",
     "target_hidden": "context_hidden_states",
     "target_hidden_states": "context_hidden_states",
 }
-MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
+# PEFT's wrapper passes these, as `None`, to whatever it wraps.
+PASSED_BY_PEFT = ("input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict")
 PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
-def accept_seed_names(forward: Callable) -> Callable:
-    """Lets `forward` take its inputs under the names of the reference implementation (NeMo AutoModel) as well."""
+def draft_arguments(forward: Callable) -> Callable:
+    """
+    Decorates a draft's `forward`: inputs may have their reference names, and what PEFT's wrapper adds is left out. Any
+    other argument that `forward` does not name is a `TypeError`, as in every function.
+    """
 
     @functools.wraps(forward)
-    def with_aliases(self, *args, **kwargs):
-        for alias, name in SEED_NAMES.items():
+    def with_names(self, *args, **kwargs):
+        for alias, name in REFERENCE_NAMES.items():
             if alias in kwargs:
                 if name in kwargs:
                     raise ValueError(f"`{alias}` is another name of `{name}`: pass one of them.")
                 kwargs[name] = kwargs.pop(alias)
+        for name in PASSED_BY_PEFT:
+            if kwargs.get(name, "given") is None:
+                del kwargs[name]
         return forward(self, *args, **kwargs)
 
-    return with_aliases
+    return with_names
 
 
 def head_dtype(lm_head: nn.Module | Callable) -> torch.dtype | None:
@@ -74,7 +81,6 @@ class DraftPreTrainedModel(PreTrainedModel):
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _supports_flex_attn = True
     # Whether the sliding window moves along the block, and how many heads have a key in common.
     window_per_query = True
     heads_per_key = 1
@@ -86,10 +92,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         Embeds draft blocks, for `noise_embeds`.
 
         Args:
-            input_ids (`[B, Q]` int64):
-                Block tokens: known ones, then `config.mask_token_id`.
-            embed_tokens (`nn.Module`):
-                `target.get_input_embeddings()`.
+            input_ids (`[B, Q]` int64): Block tokens: known ones, then `config.mask_token_id`.
+            embed_tokens (`nn.Module`): `target.get_input_embeddings()`.
 
         Returns:
             `[B, Q, H]`, multiplied by `config.input_embedding_scale`.
@@ -103,10 +107,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         Logits of the draft's hidden states.
 
         Args:
-            hidden_states (`[..., H]`):
-                `last_hidden_state` of the forward, or a part of it.
-            lm_head (`nn.Module`):
-                `target.get_output_embeddings()`.
+            hidden_states (`[..., H]`): `last_hidden_state` of the forward, or a part of it.
+            lm_head (`nn.Module`): `target.get_output_embeddings()`.
 
         Returns:
             `[..., V]` in the head's dtype: multiplied by `config.output_multiplier`, then with
@@ -126,12 +128,9 @@ class DraftPreTrainedModel(PreTrainedModel):
         What the draft proposes in a slot, given the token before it.
 
         Args:
-            base_logits (`[..., V]`):
-                Of [`~DraftPreTrainedModel.compute_logits`].
-            previous_token_ids (`[...]` int64):
-                The anchor for the first slot, then the token of the slot before.
-            hidden_states (`[..., H]`):
-                The states that `base_logits` were made of.
+            base_logits (`[..., V]`): Of [`~DraftPreTrainedModel.compute_logits`].
+            previous_token_ids (`[...]` int64): The anchor for the first slot, then the token of the slot before.
+            hidden_states (`[..., H]`): The states that `base_logits` were made of.
 
         Returns:
             `[..., V]`: `base_logits` as they are, unless the draft has more to say.
@@ -155,17 +154,13 @@ class DraftPreTrainedModel(PreTrainedModel):
         Plans the attention of many blocks, for the forward's `block_plan`.
 
         Args:
-            anchor_positions (`[B, N]` int64):
-                Where the blocks stand, ascending in each row if they are to be fast; 0 for padded blocks. On the CPU:
-                other devices are waited for.
-            block_keep_mask (`[B, N]` bool, *optional*):
-                False for padded blocks. Default: none is.
-            context_length (`int`):
-                S, the context rows of the forward.
-            document_ids (`[B, S]` int, *optional*):
-                Packed rows, the tokens of each document together: blocks see their anchor's document only.
-            device (`torch.device`, *optional*):
-                Where the forward will run. Default: where the draft is.
+            anchor_positions (`[B, N]` int64): Where the blocks stand, ascending in each row if they are to be fast; 0
+                for padded blocks. On the CPU: other devices are waited for.
+            block_keep_mask (`[B, N]` bool, *optional*): False for padded blocks. Default: none is.
+            context_length (`int`): S, the context rows of the forward.
+            document_ids (`[B, S]` int, *optional*): Packed rows, the tokens of each document together: blocks see
+                their anchor's document only.
+            device (`torch.device`, *optional*): Where the forward will run. Default: where the draft is.
 
         Returns:
             [`BlockPlan`], on the device of `anchor_positions`.
@@ -173,8 +168,19 @@ class DraftPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if shapes do not fit, or `document_ids` come back to a document.
         """
-        config = self.config
-        check_blocks(anchor_positions, block_keep_mask, context_length, document_ids)
+        config, shape, rows = self.config, tuple(anchor_positions.shape), (len(anchor_positions), context_length)
+        if block_keep_mask is not None and block_keep_mask.shape != shape:
+            raise ValueError(
+                f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` {shape}."
+            )
+        if document_ids is not None:
+            if document_ids.shape != rows:
+                raise ValueError(
+                    f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are {rows}."
+                )
+            runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1)[0]))
+            if runs != documents:
+                raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
         keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
         blocks = (anchor_positions, keep, context_length, config.block_size)
         rule = {"window_per_query": self.window_per_query, "causal": config.is_causal, "document_ids": document_ids}
@@ -184,7 +190,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             heads = (config.num_attention_heads, self.heads_per_key)
             device = self.device if device is None else device
             visible = {window: plan_visible_keys(seen, *heads, device) for window, seen in visible.items()}
-        return BlockPlan(anchor_positions, visible)
+        return BlockPlan(anchor_positions, context_length, config.block_size, visible)
 
     def read_blocks(
         self,
@@ -193,22 +199,23 @@ class DraftPreTrainedModel(PreTrainedModel):
         attention_mask: object | None,
         cache: object | None,
         block_plan: BlockPlan | None,
-        **blocks: torch.Tensor | None,
+        anchor_positions: torch.Tensor | None,
+        block_keep_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
     ) -> BlockPlan | None:
         """
-        The plan of many blocks, on the device of `noise_embeds`, or `None` where no anchors are given.
-
-        Args:
-            blocks:
-                `anchor_positions`, `block_keep_mask` and `document_ids`, from which it is made if it is not given.
+        The plan of many blocks, on the device of `noise_embeds`, made of their anchors if it is not given; `None`
+        without both. The arguments are those of the forward.
 
         Raises:
-            ValueError: if the blocks are given twice, or do not fit the other inputs of the forward.
+            ValueError: if the blocks are given twice, or do not fit the other inputs.
         """
-        given = [name for name, value in blocks.items() if value is not None]
+        names = ("anchor_positions", "block_keep_mask", "document_ids")
+        blocks = zip(names, (anchor_positions, block_keep_mask, document_ids), strict=True)
+        given = [name for name, value in blocks if value is not None]
         if block_plan is not None and given:
             raise ValueError(f"`block_plan` and `{given[0]}` say the same twice: pass one of them.")
-        if block_plan is None and "anchor_positions" not in given:
+        if block_plan is None and anchor_positions is None:
             if given:
                 raise ValueError(f"`{given[0]}` goes with `anchor_positions`, which are missing.")
             return None
@@ -216,7 +223,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
-        anchors = blocks["anchor_positions"] if block_plan is None else block_plan.anchor_positions
+        anchors = anchor_positions if block_plan is None else block_plan.anchor_positions
         (batch, length), context_length = noise_embeds.shape[:2], context_hidden_states.shape[1]
         size = self.config.block_size
         if anchors.shape[1] * size != length:
@@ -227,7 +234,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         if len(anchors) != batch:
             raise ValueError(f"`anchor_positions` are of {len(anchors)} rows, `noise_embeds` of {batch}.")
         if block_plan is None:
-            block_plan = self.plan_blocks(context_length=context_length, device=noise_embeds.device, **blocks)
+            device = noise_embeds.device
+            block_plan = self.plan_blocks(anchors, block_keep_mask, context_length, document_ids, device)
         if (block_plan.context_length, block_plan.block_size) != (context_length, size):
             raise ValueError(
                 f"`block_plan` is for {block_plan.context_length} context rows and blocks of {block_plan.block_size}; "
@@ -235,44 +243,25 @@ class DraftPreTrainedModel(PreTrainedModel):
             )
         return block_plan.to(noise_embeds.device)
 
-    def layer_masks(self, plan: BlockPlan) -> dict[int | None, torch.Tensor | VisibleKeys | PaddedBlockMask]:
+    def layer_masks(self, plan: BlockPlan) -> dict[int | None, torch.Tensor | VisibleKeys]:
         """
-        What the attention of the layers with each window gets for many blocks, by `attn_implementation`: `"sdpa"`
-        makes it compute what is visible and nothing else, `"flex_attention"` skip tiles in which nothing is, any other
-        takes a dense mask.
+        What the attention of the layers with each window gets for many blocks: with `attn_implementation="sdpa"`
+        [`VisibleKeys`], which make it compute what is visible and nothing else, with any other a dense bool mask.
 
         Raises:
-            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here, or the
-                plan was made for another implementation.
+            ValueError: if the plan was made for another implementation.
         """
-        implementation, dropout = self.config._attn_implementation, self.config.attention_dropout
-        if implementation == "flex_attention":
-            self._check_flex_attention(plan.anchor_positions.device)
-            return {window: padded_block_mask(visible) for window, visible in plan.visible.items()}
-        if implementation == "sdpa" and self.training and dropout > 0:
+        is_sdpa, dropout = self.config._attn_implementation == "sdpa", self.config.attention_dropout
+        if is_sdpa and self.training and dropout > 0:
             logger.warning_once(
                 f"`attention_dropout` is {dropout}: blocks attend through a dense mask, which takes several times the "
                 "time and memory. Set it to 0 to compute only what is visible."
             )
-        elif implementation == "sdpa":
+        elif is_sdpa:
             if not all(isinstance(visible, VisibleKeys) for visible in plan.visible.values()):
                 raise ValueError('`block_plan` was not made for `attn_implementation="sdpa"`: make it anew.')
             return plan.visible
         return {window: visible.dense_mask() for window, visible in plan.visible.items()}
-
-    def _check_flex_attention(self, device: torch.device) -> None:
-        widths = (self.config.qk_head_dim, self.config.v_head_dim)
-        fault = None
-        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
-            fault = f"cannot train on {device.type!r}, where torch has no backward for it"
-        elif min(widths) < MIN_FLEX_WIDTH:
-            fault = f"takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}"
-        elif self.training and self.config.attention_dropout > 0:
-            fault = f"knows no dropout, and `attention_dropout` is {self.config.attention_dropout}"
-        if fault:
-            raise ValueError(
-                f'`attn_implementation="flex_attention"` {fault}: load the draft with `attn_implementation="sdpa"`.'
-            )
 
     def get_input_embeddings(self) -> None:
         """
@@ -331,10 +320,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         Uploads weights, config, code and a fresh card to the Hub, in one commit.
 
         Args:
-            repo_id (`str`):
-                `name` or `owner/name`; the repository is made if there is none.
-            kwargs:
-                `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `tags` and
+            repo_id (`str`): `name` or `owner/name`; the repository is made if there is none.
+            kwargs: `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `tags` and
                 `max_shard_size`, as in [`~transformers.PreTrainedModel.push_to_hub`].
 
         Returns:

@@ -7,7 +7,7 @@ keys. Where a small sliding window makes it cheaper, each block meets a window o
 Nothing but queries, keys, values and the output is kept for the backward, which computes the weights again.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -106,8 +106,7 @@ def plan_visible_keys(
         ]
     rows = torch.arange(visible.context_length + visible.last.shape[1] * size, device=visible.last.device)
     later = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu(1)
-    values = {field.name: getattr(visible, field.name) for field in fields(visible)}
-    return VisibleKeys(**values, groups=groups, window=window, rows=rows, later=later)
+    return VisibleKeys(**vars(visible), groups=groups, window=window, rows=rows, later=later)
 
 
 def choose_window(groups: list[BlockGroup], widest: int) -> int | None:

@@ -37,7 +37,7 @@ class UnpadHeads(ConversionOps):
 
 
 class PadHeads(ConversionOps):
-    """The way back, zero-padded."""
+    """Reverts [`UnpadHeads`], with zeros."""
 
     @torch.no_grad
     def convert(self, input_dict, target_patterns, **kwargs):

@@ -158,7 +158,7 @@ def kda_rollback(k: torch.Tensor, g: torch.Tensor, updates: torch.Tensor, state:
     return keep * state + (k * later.exp()).transpose(-1, -2) @ updates
 
 
-class KimiDeltaAttentionCache(LinearAttentionLayer):
+class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
     """
     Cache layer of one KDA layer: the state `[B, heads, D, D]` and the last projections, which the short convolution
     reads.
@@ -250,7 +250,7 @@ class KimiDeltaAttentionCache(LinearAttentionLayer):
         super().reorder_cache(beam_idx)
 
 
-DYNAMIC_LAYER_TYPE_MAPPING[KIMI_DELTA_ATTENTION] = KimiDeltaAttentionCache
+DYNAMIC_LAYER_TYPE_MAPPING[KIMI_DELTA_ATTENTION] = KimiDeltaAttentionCacheLayer
 
 
 class ShortConvolution(KeepsFp32):
@@ -302,7 +302,7 @@ class KimiDeltaAttention(KeepsFp32):
         """
         Args:
             hidden_states: `[B, S, H]`, one document a row, padding only on the left and zero.
-            cache: its layer `layer_idx` is a [`KimiDeltaAttentionCache`].
+            cache: its layer `layer_idx` is a [`KimiDeltaAttentionCacheLayer`].
 
         Returns:
             `[B, S, H]`.
@@ -320,7 +320,7 @@ class KimiDeltaAttention(KeepsFp32):
         gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         return self.o_proj(self.o_norm(output, gate.unflatten(-1, heads)).flatten(2))
 
-    def _convolve(self, hidden_states: torch.Tensor, layer: KimiDeltaAttentionCache | None) -> torch.Tensor:
+    def _convolve(self, hidden_states: torch.Tensor, layer: KimiDeltaAttentionCacheLayer | None) -> torch.Tensor:
         """`[B, S, H]` -> queries, keys, values side by side `[B, S, 3 * P]`."""
         projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         columns = projected.transpose(1, 2)
@@ -334,7 +334,7 @@ class KimiDeltaAttention(KeepsFp32):
         mixed = sum(columns[..., tap : tap + length] * weight[:, :, tap] for tap in range(self.kernel_size))
         return nn.functional.silu(mixed.float()).to(hidden_states.dtype).transpose(1, 2)
 
-    def _attend(self, q, k, v, g, beta, layer: KimiDeltaAttentionCache | None) -> torch.Tensor:
+    def _attend(self, q, k, v, g, beta, layer: KimiDeltaAttentionCacheLayer | None) -> torch.Tensor:
         """`[B, heads, S, D]` each (`beta` `[B, heads, S]`), fp32 but for `v` -> outputs `[B, heads, S, D]`."""
         state = None if layer is None else layer.recurrent_states[0]
         if state is None:

@@ -1,17 +1,15 @@
-"""Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, gated NoPE MLA."""
+"""Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, the parts of gated NoPE MLA."""
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...configuration.configuration_kimi_k3 import KimiK3TextConfig
-from ..ops.elementwise import rms_norm, situ
+from ...configuration.configuration_kimi_k3_base import KimiK3BaseConfig
+from ..ops.elementwise import rms_norm
+from ..ops.situ import situ
 
 # The norms inside MLA use this whatever `rms_norm_eps` says.
 MLA_NORM_EPS = 1e-6
-# Multiplications that absorbing has to save in a layer: what its further operations on the queries cost.
-WORTH_ABSORBING = 1_000_000
 
 
 class KimiK3RMSNorm(nn.Module):
@@ -32,7 +30,7 @@ class KimiK3RMSNorm(nn.Module):
 class KimiK3MLP(nn.Module):
     """Dense SiTU feed-forward of width `intermediate_size` (the config's by default)."""
 
-    def __init__(self, config: KimiK3TextConfig, intermediate_size: int | None = None):
+    def __init__(self, config: KimiK3BaseConfig, intermediate_size: int | None = None):
         super().__init__()
         width = intermediate_size or config.intermediate_size
         self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -44,21 +42,21 @@ class KimiK3MLP(nn.Module):
         return self.down_proj(situ(self.gate_proj(hidden_states), self.up_proj(hidden_states), *self.betas))
 
 
-class KimiK3MLAttention(nn.Module):
+class KimiK3LatentAttention(nn.Module):
     """
-    Multi-head latent attention without positional encoding and with a sigmoid output gate.
+    The parts of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1) without positional
+    encoding and with a sigmoid output gate, of which target and draft make their forwards.
 
     What is cached for a token is its latent row (`kv_lora_rank` numbers, normed) and the key slice that all heads
     share (`qk_rope_head_dim` numbers, which despite its name is not rotated), each stored as one head.
     """
 
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+    def __init__(self, config: KimiK3BaseConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = 1
-        self.is_causal = True
         self.scaling = config.qk_head_dim**-0.5
         hidden_size, num_heads = config.hidden_size, config.num_attention_heads
         if config.q_lora_rank is None:
@@ -76,15 +74,6 @@ class KimiK3MLAttention(nn.Module):
             self.g_proj = nn.Linear(hidden_size, num_heads * config.v_head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * config.v_head_dim, hidden_size, bias=False)
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden_states` `[B, S, H]`, `attention_mask` as the attention implementation takes it; `[B, S, H]` out."""
-        latents, shared_keys = self.latents(hidden_states)
-        if cache is not None:
-            latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
-        return self.attend(hidden_states, latents, shared_keys, attention_mask, **kwargs)
-
     def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, Q, H]` -> `[B, N, Q, qk_head_dim]`."""
         if self.config.q_lora_rank is None:
@@ -99,8 +88,8 @@ class KimiK3MLAttention(nn.Module):
         latents, shared_keys = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)
         return self.kv_a_layernorm(latents), shared_keys
 
-    def expand(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
+    def keys_and_values(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cached rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
         sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
         expanded = self.kv_b_proj(latents.squeeze(1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         keys, values = expanded.split(sizes, dim=-1)
@@ -108,20 +97,19 @@ class KimiK3MLAttention(nn.Module):
 
     def attend(
         self,
-        hidden_states: torch.Tensor,
+        queries: torch.Tensor,
         latents: torch.Tensor,
         shared_keys: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        absorbs: bool,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries of `hidden_states` `[B, Q, H]` over the rows of `latents`; gated and projected, `[B, Q, H]`."""
-        queries = self.queries(hidden_states)
-        if self._absorbs(queries, latents, attention_mask):
-            output, weights = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs), None
-        else:
-            keys, values = self.expand(latents, shared_keys)
-            output, weights = self._run_attention(queries, keys, values, attention_mask, **kwargs)
-        return self.gate_and_project(output, hidden_states), weights
+        """`[B, N, Q, qk_head_dim]` queries over cached rows, by [`attend_absorbed`] where `absorbs`: `[B, Q, N,
+        v_head_dim]` and, where the implementation knows them, the weights."""
+        if absorbs:
+            return self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs), None
+        keys, values = self.keys_and_values(latents, shared_keys)
+        return self._run_attention(queries, keys, values, attention_mask, **kwargs)
 
     def gate_and_project(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[B, Q, N, v_head_dim]` and the layer's input `[B, Q, H]` -> `[B, Q, H]`."""
@@ -130,26 +118,12 @@ class KimiK3MLAttention(nn.Module):
             output = output * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(output)
 
-    def has_weight_at_hand(self, latents: torch.Tensor) -> bool:
+    def has_plain_weight(self, latents: torch.Tensor) -> bool:
         """Whether `kv_b_proj` is one plain weight beside `latents`: neither adapted, quantised nor offloaded."""
         if type(self.kv_b_proj) is not nn.Linear:
             return False
         weight = self.kv_b_proj.weight
         return type(weight) is nn.Parameter and weight.device == latents.device
-
-    def _absorbs(self, queries: torch.Tensor, latents: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-        """Whether few queries over many rows are to be computed by [`attend_absorbed`]: where it saves enough."""
-        config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
-        if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
-            return False
-        if not self.has_weight_at_hand(latents):
-            return False
-        if attention_mask is None and length > 1:  # the kernel's own causal mask counts queries, not heads
-            return False
-        nope, values, rank = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
-        expanded = rows * rank * (nope + values) + length * rows * (config.qk_head_dim + values)
-        absorbed = length * rank * (nope + values) + length * rows * (2 * rank + config.qk_rope_head_dim)
-        return self.num_heads * len(queries) * (expanded - absorbed) > WORTH_ABSORBING
 
     def attend_absorbed(
         self,

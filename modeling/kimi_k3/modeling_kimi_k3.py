@@ -16,12 +16,13 @@ from transformers.utils.generic import maybe_autocast, merge_with_config_default
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
-from ..ops.elementwise import situ
 from ..ops.fp32 import KeepsFp32
+from ..ops.situ import situ
 from ..target.causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
 from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution
-from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
+from .kimi_k3_layers import KimiK3MLP, KimiK3RMSNorm
+from .mla_attention import KimiK3MLAttention
 
 
 def mix_attention_residuals(
@@ -185,7 +186,7 @@ class DocumentRows:
         return rows
 
     def scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """The way back: `[B, S, H]`, zero at padding."""
+        """The inverse of `gather`: `[B, S, H]`, zero at padding."""
         output = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[-1])
         output[self.source] = rows[self.valid]
         return output.unflatten(0, self.shape)
@@ -264,7 +265,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = False
-    _is_stateful = False  # the KDA cache layer rolls back, see KimiDeltaAttentionCache
+    _is_stateful = False  # the KDA cache layer rolls back, see KimiDeltaAttentionCacheLayer
     _can_record_outputs = {
         "router_logits": OutputRecorder(KimiK3Router, index=0),
         "hidden_states": KimiK3DecoderLayer,
@@ -305,7 +306,10 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
 
 class KimiK3Model(KimiK3PreTrainedModel):
-    """The K3 text backbone."""
+    """
+    The Kimi K3 text backbone: [`KimiK3DecoderLayer`]s of KDA (Kimi Linear, arXiv 2510.26692) or gated NoPE MLA, dense
+    or with a latent mixture of experts, between an embedding and a final norm.
+    """
 
     def __init__(self, config: KimiK3TextConfig):
         super().__init__(config)
@@ -333,11 +337,16 @@ class KimiK3Model(KimiK3PreTrainedModel):
     ) -> MoeModelOutputWithPast:
         """
         Args:
-            input_ids: `[B, S]` int64.
+            input_ids: `[B, S]` int64, or in their place inputs_embeds `[B, S, H]`.
             attention_mask: `[B, past + S]`, 1 = token, 0 = padding, on either side.
             position_ids: accepted and unused: no K3 layer has a positional encoding.
             document_ids: `[B, S]` int64, 0 = padding, 1.. = documents packed into a row; each is processed alone.
                 Replaces `attention_mask`, not together with a cache.
+            cache, use_cache: a `DynamicCache(config=config)`, and whether to make one where none is given.
+
+        Returns:
+            [`~transformers.modeling_outputs.MoeModelOutputWithPast`]: `last_hidden_state` `[B, S, H]` after the final
+            norm, and `cache`.
 
         Raises:
             ValueError: if inputs contradict each other.
@@ -409,7 +418,11 @@ def _same_document(document_ids: torch.Tensor):
 
 
 class KimiK3ForCausalLM(CausalLMForward, KimiK3PreTrainedModel, GenerationMixin):
-    """The K3 text model with its language modeling head."""
+    """
+    The Kimi K3 text model with its language modeling head, which is not tied to the embedding. Released checkpoints
+    load as they are, their MXFP4 experts decoded; their vision side is left out. See [`CausalLMForward`] and
+    [`KimiK3Model`] for the arguments of the forward.
+    """
 
     _tied_weights_keys = {}
     cache_implementations = (None, "dynamic", "offloaded")

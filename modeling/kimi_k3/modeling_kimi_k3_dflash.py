@@ -9,16 +9,19 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from ..draft.block_plan import BlockPlan
-from ..draft.flex_block_mask import PaddedBlockMask
-from ..draft.modeling_draft import DraftPreTrainedModel, accept_seed_names
+from ..draft.block_visibility import last_block_mask
+from ..draft.flex_block_mask import PaddedBlockMask, padded_block_mask
+from ..draft.modeling_draft import DraftPreTrainedModel, draft_arguments
 from ..draft.visible_attention import VisibleKeys, attend_visible
-from .kimi_k3_layers import KimiK3MLAttention, KimiK3MLP, KimiK3RMSNorm
+from .kimi_k3_layers import KimiK3LatentAttention, KimiK3MLP, KimiK3RMSNorm
+
+MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
 
 # What a layer is told about who sees what: a mask, or how many blocks are to be computed.
 Visible = torch.Tensor | BlockMask | PaddedBlockMask | VisibleKeys
 
 
-class KimiK3DFlashAttention(KimiK3MLAttention):
+class KimiK3DFlashAttention(KimiK3LatentAttention):
     """The target's MLA with the block as queries and `[cached | new context | block]` as keys and values."""
 
     def __init__(self, config: KimiK3DFlashConfig, layer_idx: int):
@@ -31,19 +34,17 @@ class KimiK3DFlashAttention(KimiK3MLAttention):
         context_hidden_states: torch.Tensor,
         attention_mask: Visible | None = None,
         cache: Cache | None = None,
-        **kwargs,
     ) -> torch.Tensor:
-        """`hidden_states` `[B, Q, H]`, `context_hidden_states` `[B, A, H]`; returns `[B, Q, H]`."""
+        """`[B, Q, H]` normed block rows and `[B, A, H]` rows of the new context; returns `[B, Q, H]`. `attention_mask`
+        is one of [`~DraftPreTrainedModel.layer_masks`], or `None` where every query sees every key."""
         queries = self.queries(hidden_states)
         latents, shared_keys = self.latents(torch.cat([context_hidden_states, hidden_states], dim=1))
         if cache is not None:
             latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
-        absorb = cache is not None and not self.training and self.has_weight_at_hand(latents)
-        if absorb and not isinstance(attention_mask, BlockMask):
-            output = self.attend_absorbed(queries, latents, shared_keys, attention_mask, **kwargs)
-        else:
-            keys, values = self.expand(latents, shared_keys)
-            output, _ = self._run_attention(queries, keys, values, attention_mask, **kwargs)
+        # In decoding the block is short and the cache long: absorbing always pays.
+        absorbs = cache is not None and not self.training and self.has_plain_weight(latents)
+        absorbs = absorbs and not isinstance(attention_mask, BlockMask)
+        output, _ = self.attend(queries, latents, shared_keys, attention_mask, absorbs)
         return self.gate_and_project(output, hidden_states)
 
     def _run_attention(
@@ -83,11 +84,18 @@ class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
         context_hidden_states: torch.Tensor,
         attention_mask: Visible | None = None,
         cache: Cache | None = None,
-        **kwargs,
     ) -> torch.Tensor:
-        """`hidden_states` `[B, Q, H]`, `context_hidden_states` `[B, A, H]`; returns `[B, Q, H]`."""
+        """
+        Args:
+            hidden_states: `[B, Q, H]`, the block's residual stream.
+            context_hidden_states: `[B, A, H]`, projected and normed target features, the same for all layers.
+            attention_mask, cache: as in [`KimiK3DFlashAttention`].
+
+        Returns:
+            `[B, Q, H]`, the residual stream after this layer.
+        """
         normed = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(normed, context_hidden_states, attention_mask, cache, **kwargs)
+        hidden_states = hidden_states + self.self_attn(normed, context_hidden_states, attention_mask, cache)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -102,6 +110,7 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
 
     config_class = KimiK3DFlashConfig
     _no_split_modules = ["KimiK3DFlashDecoderLayer"]
+    _supports_flex_attn = True
 
     def __init__(self, config: KimiK3DFlashConfig):
         super().__init__(config)
@@ -111,7 +120,7 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         self.norm = KimiK3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_init()
 
-    @accept_seed_names
+    @draft_arguments
     def forward(
         self,
         noise_embeds: torch.Tensor,
@@ -124,17 +133,15 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         block_keep_mask: torch.Tensor | None = None,
         document_ids: torch.LongTensor | None = None,
         block_plan: BlockPlan | None = None,
-        **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         One block after its whole context, as in decoding, or any number of blocks, as in training. Many blocks are
         given by a `block_plan` or their `anchor_positions`, which is fastest, or by a mask.
 
         Args:
-            noise_embeds (`[B, Q, H]`):
-                Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
-            context_hidden_states (`[B, A, F * H]`):
-                Target features of the A context tokens that `cache` does not hold yet, F = `len(target_layer_ids)`.
+            noise_embeds (`[B, Q, H]`): Embedded block tokens, see [`~DraftPreTrainedModel.embed_block`].
+            context_hidden_states (`[B, A, F * H]`): Target features of the A context tokens that `cache` does not hold
+                yet, F = `len(target_layer_ids)`.
             attention_mask (*optional*):
                 - `None`: one block, which sees its context as the configuration says, and itself;
                 - `[B, C + A + Q]`, C cached rows: one block, and 0 marks padding;
@@ -143,17 +150,13 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
                   `config.num_full_attention_layers` give `anchor_positions` instead.
             position_ids (*optional*):
                 Not used: K3's attention has no positional encoding.
-            cache ([`~transformers.cache_utils.DFlashCache`], *optional*):
-                Gets A + Q rows for each layer, the normed latents and the shared keys. Remove the block's with
-                `cache.crop(-Q)` before the next round.
-            use_cache (`bool`, *optional*):
-                Makes a cache if none is given.
+            cache ([`~transformers.cache_utils.DFlashCache`], *optional*): Gets A + Q rows for each layer, the normed
+                latents and the shared keys. Remove the block's with `cache.crop(-Q)` before the next round.
+            use_cache (`bool`, *optional*): Makes a cache if none is given.
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool), document_ids (`[B, A]`, *optional*):
-                Many blocks of `block_size`: where they stand, ascending if they are to be fast, which of them are no
-                padding (default: all), and the documents of packed rows. They see what
-                [`~blockdraft.modeling.draft.block_visibility.block_visibility`] says.
-            block_plan ([`BlockPlan`], *optional*):
-                The same, planned by [`~DraftPreTrainedModel.plan_blocks`] before the forward.
+                Many blocks of `block_size`: where they stand, which of them are no padding, and the documents of
+                packed rows; see [`~DraftPreTrainedModel.plan_blocks`].
+            block_plan ([`BlockPlan`], *optional*): The same, planned before the forward.
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPast`]: `last_hidden_state` `[B, Q, H]` in the dtype of
@@ -170,94 +173,92 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
-        blocks = {
-            "anchor_positions": anchor_positions,
-            "block_keep_mask": block_keep_mask,
-            "document_ids": document_ids,
-        }
-        plan = self.read_blocks(noise_embeds, context_hidden_states, attention_mask, cache, block_plan, **blocks)
-        windows = self.config.context_windows
+        inputs = (noise_embeds, context_hidden_states, attention_mask, cache)
+        plan = self.read_blocks(*inputs, block_plan, anchor_positions, block_keep_mask, document_ids)
         if plan is not None:
-            visible = self.layer_masks(plan)
+            masks = self.layer_masks(plan)
         else:
             cached = cache.get_seq_length() if cache is not None else 0
             key_length = cached + context_hidden_states.shape[1] + noise_embeds.shape[1]
-            visible = {
-                window: self._visible_keys(attention_mask, noise_embeds, key_length, window)
-                for window in dict.fromkeys(windows)
-            }
+            masks = self._read_mask(attention_mask, noise_embeds, key_length)
 
         # The target may be held in another dtype than the draft.
         dtype = self.norm.weight.dtype
         context_hidden_states = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
         hidden_states = noise_embeds.to(dtype)
-        for layer, window in zip(self.layers, windows, strict=True):
-            hidden_states = layer(hidden_states, context_hidden_states, visible[window], cache=cache, **kwargs)
+        for layer, window in zip(self.layers, self.config.context_windows, strict=True):
+            hidden_states = layer(hidden_states, context_hidden_states, masks[window], cache=cache)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states).to(noise_embeds.dtype), cache=cache)
 
-    def _visible_keys(
-        self,
-        attention_mask: torch.Tensor | BlockMask | None,
-        noise_embeds: torch.Tensor,
-        key_length: int,
-        sliding_window: int | None,
-    ) -> torch.Tensor | BlockMask | None:
-        """`[B, 1, Q, key_length]`, a `BlockMask`, or `None`: all is visible to a layer with that window."""
-        for_all_layers = isinstance(attention_mask, BlockMask) or (
-            attention_mask is not None and attention_mask.dim() == 4
-        )
-        if for_all_layers and len(set(self.config.context_windows)) > 1:
+    def layer_masks(self, plan: BlockPlan) -> dict[int | None, Visible]:
+        """
+        As [`~DraftPreTrainedModel.layer_masks`]; with `attn_implementation="flex_attention"` masks that skip tiles in
+        which nothing is visible.
+
+        Raises:
+            ValueError: if FlexAttention, which nobody gets unasked, cannot compute this draft's attention here.
+        """
+        if self.config._attn_implementation != "flex_attention":
+            return super().layer_masks(plan)
+        self._check_flex_attention(plan.anchor_positions.device)
+        return {window: padded_block_mask(visible) for window, visible in plan.visible.items()}
+
+    def _check_flex_attention(self, device: torch.device) -> None:
+        widths = (self.config.qk_head_dim, self.config.v_head_dim)
+        fault = None
+        if torch.is_grad_enabled() and self.training and device.type in ("cpu", "mps"):
+            fault = f"cannot train on {device.type!r}, where torch has no backward for it"
+        elif min(widths) < MIN_FLEX_WIDTH:
+            fault = f"takes heads of at least {MIN_FLEX_WIDTH} channels and this draft's have {widths}"
+        elif self.training and self.config.attention_dropout > 0:
+            fault = f"knows no dropout, and `attention_dropout` is {self.config.attention_dropout}"
+        if fault:
             raise ValueError(
-                f"The last {self.config.num_full_attention_layers} layers (`num_full_attention_layers`) see the whole "
+                f'`attn_implementation="flex_attention"` {fault}: load the draft with `attn_implementation="sdpa"`.'
+            )
+
+    def _read_mask(
+        self, attention_mask: torch.Tensor | BlockMask | None, noise_embeds: torch.Tensor, key_length: int
+    ) -> dict[int | None, torch.Tensor | BlockMask | None]:
+        """By window of a layer: `[B, 1, Q, key_length]`, a `BlockMask`, or `None` where all is visible."""
+        config, query_length = self.config, noise_embeds.shape[1]
+        windows = dict.fromkeys(config.context_windows)
+        is_padding_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        if isinstance(attention_mask, torch.Tensor):
+            covered = (query_length, attention_mask.shape[1]) if is_padding_mask else tuple(attention_mask.shape[-2:])
+            if covered != (query_length, key_length):
+                raise ValueError(
+                    f"`attention_mask` covers {covered} (queries, keys); cached context, new context and block make "
+                    f"{(query_length, key_length)}."
+                )
+        if attention_mask is None or is_padding_mask:
+            if query_length > config.block_size:
+                raise ValueError(
+                    f"`noise_embeds` holds {query_length} tokens, more than one block of {config.block_size}: pass "
+                    "`anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
+                    "follows its anchor."
+                )
+            hides = is_padding_mask or config.is_causal
+            if attention_mask is None:
+                attention_mask = torch.ones(1, key_length, dtype=torch.bool, device=noise_embeds.device)
+            rule = {"window_per_query": self.window_per_query, "causal": config.is_causal}
+            return {
+                window: last_block_mask(attention_mask, query_length, sliding_window=window, **rule)
+                if hides or window is not None
+                else None
+                for window in windows
+            }
+        if len(windows) > 1:
+            raise ValueError(
+                f"The last {config.num_full_attention_layers} layers (`num_full_attention_layers`) see the whole "
                 "context and the others a window, which one `attention_mask` cannot say: pass `anchor_positions`."
             )
         if isinstance(attention_mask, BlockMask):
-            if self.config._attn_implementation != "flex_attention":
+            if config._attn_implementation != "flex_attention":
                 raise ValueError(
                     'A `BlockMask` is for `attn_implementation="flex_attention"`; the draft was loaded with '
-                    f"{self.config._attn_implementation!r}, which takes a dense `attention_mask`."
+                    f"{config._attn_implementation!r}, which takes a dense `attention_mask`."
                 )
-            return attention_mask
-        query_length = noise_embeds.shape[1]
-        if attention_mask is None or attention_mask.dim() == 2:
-            if query_length > self.config.block_size:
-                raise ValueError(
-                    f"`noise_embeds` holds {query_length} tokens, more than one block of {self.config.block_size}: "
-                    "pass `anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
-                    "follows its anchor."
-                )
-            lengths = (query_length, key_length)
-            attention_mask = self._single_block_mask(attention_mask, *lengths, sliding_window, noise_embeds.device)
-        if attention_mask is None:
-            return None
-        if attention_mask.shape[-2:] != (query_length, key_length):
-            raise ValueError(
-                f"`attention_mask` covers {tuple(attention_mask.shape[-2:])} (queries, keys); cached context, new "
-                f"context and block make {(query_length, key_length)}."
-            )
-        is_bool = attention_mask.dtype == torch.bool
-        return attention_mask if is_bool else attention_mask.to(self.norm.weight.dtype)
-
-    def _single_block_mask(
-        self,
-        padding_mask: torch.Tensor | None,
-        query_length: int,
-        key_length: int,
-        window: int | None,
-        device: torch.device,
-    ) -> torch.Tensor | None:
-        """`[B, 1, Q, key_length]` bool for one block after its whole context, or `None` if nothing is hidden."""
-        is_causal = self.config.is_causal
-        if padding_mask is None and window is None and not is_causal:
-            return None
-        if padding_mask is None:
-            padding_mask = torch.ones(1, key_length, dtype=torch.bool, device=device)
-        visible = padding_mask.bool()[:, None, :].repeat(1, query_length, 1)
-        if window is not None:
-            # Padding takes no place, on whichever side it is: positions count the real tokens.
-            positions = padding_mask.long().cumsum(-1)
-            block, context = positions[:, -query_length:, None], positions[:, None, :-query_length]
-            visible[..., :-query_length] &= block - context < window
-        if is_causal:
-            visible[..., -query_length:] &= torch.ones_like(visible[0, :, -query_length:]).tril()
-        return visible[:, None]
+        elif attention_mask.dtype != torch.bool:
+            attention_mask = attention_mask.to(self.norm.weight.dtype)
+        return dict.fromkeys(windows, attention_mask)

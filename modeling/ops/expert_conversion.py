@@ -67,7 +67,7 @@ class StackExperts(ConversionOps):
 
 
 class UnstackExperts(ConversionOps):
-    """The way back, to plain tensors."""
+    """Reverts [`StackExperts`]: one plain tensor for each expert and projection."""
 
     def __init__(self, stack: StackExperts):
         self.stack = stack

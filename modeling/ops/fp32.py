@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers.utils.generic import maybe_autocast
 
 
 class KeepsFp32(nn.Module):
@@ -21,3 +22,17 @@ class KeepsFp32(nn.Module):
             return applied
 
         return super()._apply(apply, recurse)
+
+
+class Fp32Linear(KeepsFp32, nn.Linear):
+    """A bias-free linear layer with a weight in fp32, whatever the model's dtype."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, hidden_states: torch.Tensor, in_fp32: bool = True) -> torch.Tensor:
+        """In fp32, or with the weight rounded to the dtype of `hidden_states`."""
+        if not in_fp32:
+            return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            return nn.functional.linear(hidden_states.float(), self.weight)

@@ -38,7 +38,16 @@ class CausalLMForward:
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
-        """Arguments of the backbone's forward; `labels` `[B, S]`, -100 where ignored. Logits are `[B, kept, V]`."""
+        """
+        Args:
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, kwargs: those of the backbone.
+            labels: `[B, S]` int64, -100 where ignored; they are shifted here.
+            logits_to_keep: how many of the last positions get logits, or which; 0: all.
+
+        Returns:
+            [`~transformers.modeling_outputs.MoeCausalLMOutputWithPast`]: `logits` `[B, kept, V]`, with `labels` the
+            `loss`, and what the backbone returns beside its last state.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -55,7 +55,7 @@ def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.de
 
 @torch.no_grad()
 def run_target(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tensor]:
-    """What a forward on tokens from all over the vocabulary shows: `embeds`, the first layer's `first_input`, `logits`
+    """Runs the target on tokens from all over the vocabulary: its `embeds`, the first layer's `first_input`, `logits`
     and, if it calls its head, `head_input` and `head_output`."""
     seen, embedding, head = {}, target.get_input_embeddings(), target.get_output_embeddings()
 
@@ -84,7 +84,7 @@ def run_target(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tens
 
 
 def logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
-    """Of what [`run_target`] saw: whether the draft's settings make the target's logits out of its head's output."""
+    """Faults of the settings that make the target's logits out of its head's output, by what [`run_target`] saw."""
     if (width := seen["head_input"].shape[-1]) != config.hidden_size:
         return [f"`hidden_size` is {config.hidden_size}, but the target's head is {width} wide."]
     raw, logits = seen["head_output"].float(), seen["logits"].float().to(seen["head_output"].device)
@@ -101,15 +101,16 @@ def logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str
     if difference <= _tolerance(logits, dtype):
         return []
     factor = _factor(raw, logits, dtype)
-    mend = "" if factor is None else f"; set `output_multiplier` to {factor:.6g} and no `final_logit_softcapping`"
+    fix = "" if factor is None else f"; set `output_multiplier` to {factor:.6g} and no `final_logit_softcapping`"
     return [
         f"The draft's logits are up to {difference:.3g} from the target's: it has `output_multiplier` "
-        f"{config.output_multiplier:.6g} and `final_logit_softcapping` {cap}{mend}."
+        f"{config.output_multiplier:.6g} and `final_logit_softcapping` {cap}{fix}."
     ]
 
 
 def embedding_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
-    """Of what [`run_target`] saw: whether draft tokens are embedded as the target's first layer gets them."""
+    """Faults of the setting that scales the draft's embeddings, by what [`run_target`] saw: they should be what the
+    target's first layer gets."""
     embeds, first = seen["embeds"].float(), seen["first_input"]
     if (width := embeds.shape[-1]) != config.hidden_size:
         return [f"`hidden_size` is {config.hidden_size}, but the target's embedding is {width} wide."]
@@ -122,7 +123,7 @@ def embedding_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list
 
 
 def _tolerance(values: torch.Tensor, dtype: torch.dtype) -> float:
-    """For values that were rounded to `dtype`."""
+    """How far values that were rounded to `dtype` may be off."""
     return 16 * torch.finfo(dtype).eps * values.abs().max().item()
 
 

@@ -18,7 +18,7 @@ from benchmarks.work import (
     visible_keys,
     work_by_kind,
 )
-from blockdraft.modeling.draft.block_visibility import block_attention_mask
+from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 
 DRAFTS = list(CONFIGS)
 TOKENS, ANCHORS = (1024, 2048, 4096, 8192), (64, 128, 256, 512)

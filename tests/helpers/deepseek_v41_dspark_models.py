@@ -2,11 +2,9 @@
 
 import torch
 
+from blockdraft.configuration.build_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
-from blockdraft.configuration.configuration_deepseek_v41_dspark import (
-    DeepseekV41DSparkConfig,
-    build_deepseek_v41_dspark_draft_config,
-)
+from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 
 TINY = {

@@ -143,3 +143,11 @@ def write_released(folder: Path, config: KimiK3TextConfig, tensors: dict[str, to
         save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+def check_gradients(module: torch.nn.Module, golden, output: torch.Tensor, tolerance: float) -> None:
+    """The gradients of a golden's scalar for the parameters of a module."""
+    (output * golden["in.cotangent"]).sum().backward()
+    parameters = dict(module.named_parameters())
+    for name, expected in golden.group("grad").items():
+        assert relative_error(parameters[name].grad, expected) < tolerance, name

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.configuration_draft import ANCHOR_FIRST
 from ...modeling.decoding.plain_decoding import device_of
 from ...modeling.draft.anchors import legal_anchors, legal_dspark_anchors, sample_anchors
 from ...modeling.draft.block_targets import build_block_inputs, build_block_targets
@@ -75,7 +74,7 @@ class TeacherForcedProbe:
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, rows: Sequence[dict]):
         self.target, self.draft, self.config = target, draft, draft.config
         self.first_slot = self.config.block_size - self.config.num_drafted
-        self.label_start = int(self.config.slot_layout == ANCHOR_FIRST)
+        self.label_start = int(self.config.sample_from_anchor)
         rows = [{name: row[name][:MAX_LENGTH] for name in ("input_ids", "loss_mask")} for row in rows]
         placed = [row for row in rows if self._legal(torch.tensor([row["loss_mask"]])).any()]
         self.num_given, self.num_placed = len(rows), len(placed)
@@ -202,7 +201,7 @@ def compare_settings(probe: TeacherForcedProbe, base: Acceptance, mask_tokens: S
 def other_views(config: PreTrainedConfig) -> list[dict]:
     """Settings under which a draft's slots would see other keys: what each changes."""
     windows = {config.sliding_window, 8, 128, config.block_size, 2 * config.block_size}
-    if config.slot_layout == ANCHOR_FIRST:
+    if config.sample_from_anchor:
         views = [{"sliding_window": window} for window in windows]
     else:
         places = itertools.product(windows | {None}, (False, True))

@@ -4,7 +4,7 @@ Both objectives are one formula. Of a block at anchor a, `prefix` slots are know
 
 - fixed anchor: the prefix is the anchor alone, `prefix = 1`;
 - variable prefix: a random prefix of 2 or more tokens, see
-  [`blockdraft.modeling.draft.anchors.sample_prefix_lengths`].
+  [`blockdraft.modeling.draft.prefix_lengths.sample_prefix_lengths`].
 
 Slot j is supervised where j >= prefix and the loss mask has its label, with weight `exp(-(j - prefix) / gamma)`, see
 [`blockdraft.trainer.objectives.slot_targets`]; the loss is the weighted mean over the whole batch. The objective of

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from blockdraft.modeling.decoding import block_decoding
 from blockdraft.modeling.decoding.block_decoding import block_decode, match, verify
 from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
-from blockdraft.modeling.kimi_k3.kimi_delta_attention import KimiDeltaAttentionCache
+from blockdraft.modeling.kimi_k3.kimi_delta_attention import KimiDeltaAttentionCacheLayer
 from blockdraft.modeling.target.target_features import capture_features
 
 GREEDY = {"do_sample": False, "max_new_tokens": 32}
@@ -502,6 +502,6 @@ def test_calls_that_cannot_work_are_refused(monkeypatch):
         block_decode(target, input_ids, draft=draft, output_attentions=True, **GREEDY, **DETAILS)
     with pytest.raises(ValueError, match="`confidence_schedule`.*confidence head"):
         block_decode(target, input_ids, draft=draft, confidence_schedule=ConfidenceThreshold(0.5), **GREEDY)
-    monkeypatch.setattr(KimiDeltaAttentionCache, "is_croppable", False)
-    with pytest.raises(ValueError, match="KimiDeltaAttentionCache.*crop"):
+    monkeypatch.setattr(KimiDeltaAttentionCacheLayer, "is_croppable", False)
+    with pytest.raises(ValueError, match="KimiDeltaAttentionCacheLayer.*crop"):
         block_decode(target, input_ids, draft=draft, **GREEDY)

@@ -13,17 +13,16 @@ from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import (
     DeepseekV41RMSNorm,
     DeepseekV41Router,
     DeepseekV41WindowAttention,
-    Fp32Linear,
-    collapse,
     eager_sink_attention,
-    expand,
     init_deepseek_v41_weights,
     rope_frequencies,
     rope_rotations,
     rotate,
     sdpa_sink_attention,
 )
-from blockdraft.modeling.ops.elementwise import clamped_swiglu
+from blockdraft.modeling.deepseek_v41.hyper_connections import collapse_streams, expand_streams
+from blockdraft.modeling.ops.clamped_swiglu import clamped_swiglu
+from blockdraft.modeling.ops.fp32 import Fp32Linear
 
 TOLERANCE = 1e-5
 
@@ -104,8 +103,8 @@ def test_hyper_connection(golden):
     streams = golden["in.streams"].requires_grad_()
     mix = hyper(streams)
     outputs = mix._asdict() | {
-        "expand": expand(golden["in.sublayer_output"], streams, mix),
-        "collapse": collapse(streams, golden["in.pre_mix"]),
+        "expand": expand_streams(golden["in.sublayer_output"], streams, mix.post, mix.comb),
+        "collapse": collapse_streams(streams, golden["in.pre_mix"]),
     }
     for name, actual in outputs.items():
         assert relative_error(actual, golden[f"out.{name}"]) < TOLERANCE, name
@@ -123,8 +122,8 @@ def test_hyper_connection_in_bfloat16(golden):
     assert relative_error(mix.pre, golden["out.bf16.pre"]) < TOLERANCE
     assert relative_error(mix.comb, golden["out.bf16.comb"]) < TOLERANCE
     output = golden["in.sublayer_output"].bfloat16()
-    assert torch.equal(expand(output, streams, mix), golden["out.bf16.expand"])
-    assert torch.equal(collapse(streams, golden["in.pre_mix"]), golden["out.bf16.collapse"])
+    assert torch.equal(expand_streams(output, streams, mix.post, mix.comb), golden["out.bf16.expand"])
+    assert torch.equal(collapse_streams(streams, golden["in.pre_mix"]), golden["out.bf16.collapse"])
 
 
 def test_mixing_is_doubly_stochastic():
@@ -311,8 +310,8 @@ def test_fp32_computations_survive_autocast():
     def computations():
         mix = hyper(streams)
         yield from mix
-        yield collapse(streams, mix.pre)
-        yield expand(x.view(2, 5, 40), streams, mix)
+        yield collapse_streams(streams, mix.pre)
+        yield expand_streams(x.view(2, 5, 40), streams, mix.post, mix.comb)
         yield from router(x)[:2]
         yield linear(x)
         yield norm(x)

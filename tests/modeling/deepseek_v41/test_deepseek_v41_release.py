@@ -6,8 +6,8 @@ from deepseek_v41_dspark_models import our_name, tiny_dspark
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from blockdraft.configuration.build_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
-from blockdraft.configuration.configuration_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
 from blockdraft.modeling.deepseek_v41.deepseek_v41_release import (
     DRAFT_FILE,
     check_released,

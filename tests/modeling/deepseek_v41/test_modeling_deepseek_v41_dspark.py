@@ -17,7 +17,7 @@ from transformers.cache_utils import DFlashCache
 from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import rope_frequencies, rope_rotations
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.modeling.draft.block_targets import DSparkTargets
-from blockdraft.modeling.draft.block_visibility import block_attention_mask
+from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
 
 TOLERANCE = 5e-5

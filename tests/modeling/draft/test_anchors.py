@@ -2,17 +2,9 @@ import random
 
 import pytest
 import torch
-from packed_rows import document_ids_from_lengths
 
-from blockdraft.modeling.draft.anchors import (
-    document_positions,
-    document_remaining,
-    legal_anchors,
-    prefix_length_probabilities,
-    row_generator,
-    sample_anchors,
-    sample_prefix_lengths,
-)
+from blockdraft.modeling.draft.anchors import legal_anchors, row_generator, sample_anchors
+from blockdraft.modeling.draft.prefix_lengths import sample_prefix_lengths
 
 BLOCK = 4
 
@@ -70,19 +62,6 @@ def test_padding_is_never_legal():
     assert not legal_anchors(torch.ones(1, 5), BLOCK, torch.tensor([0])).any()
 
 
-def test_document_remaining_equals_reference(golden):
-    reference = golden("k3_dflash_loss_packed")
-    remaining = reference["in.doc_remaining"]
-    ids = document_ids_from_lengths(reference["in.seq_lens"], remaining.shape[1])
-    lengths = torch.tensor([23, 20])  # row 1 ends in padding, which its last document holds and does not count
-    assert torch.equal(document_remaining(ids, lengths), remaining)
-
-
-def test_positions_restart_with_each_document():
-    ids = torch.tensor([[1, 1, 2, 2, 2, 0], [4, 5, 5, 0, 0, 0]])
-    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 0, 1, 2]]
-
-
 def test_width_pads_to_exactly_that_many():
     legal = torch.zeros(2, 7, dtype=torch.bool)
     legal[0, 2:6] = True
@@ -129,22 +108,6 @@ def test_draw_is_uniform_over_legal_positions():
     assert counts[:3].sum() == counts[13:].sum() == 0
     # 600 expected each, standard deviation sqrt(2000 * .3 * .7) = 20.5
     assert (counts[3:13] - 600).abs().max() < 100
-
-
-def test_prefix_lengths_follow_their_distribution():
-    keep = torch.ones(1, 20000, dtype=torch.bool)
-    shortest, probabilities = prefix_length_probabilities(8, 0.5)
-    lengths = sample_prefix_lengths(keep, 8, 0.5, 0, 0, ["row"])
-    assert shortest == 2 and lengths.min() == 2 and lengths.max() == 7
-    torch.testing.assert_close(probabilities[1:] / probabilities[:-1], torch.full((5,), 0.5, dtype=torch.float64))
-    frequencies = torch.bincount(lengths.flatten(), minlength=8)[2:] / lengths.numel()
-    assert (frequencies - probabilities).abs().max() < 0.02
-
-
-@pytest.mark.parametrize("block_size, length", [(2, 1), (3, 2)])
-def test_short_blocks_have_one_prefix_length(block_size, length):
-    keep = torch.tensor([[True, True, False]])
-    assert sample_prefix_lengths(keep, block_size, 0.9, 0, 0, [0]).tolist() == [[length] * 3]
 
 
 def test_bad_settings_are_named():

@@ -3,12 +3,8 @@ import torch
 from packed_rows import document_ids_from_lengths
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.draft.block_visibility import (
-    additive_mask,
-    block_attention_mask,
-    block_position_ids,
-    block_visibility,
-)
+from blockdraft.modeling.draft.block_visibility import block_visibility
+from blockdraft.modeling.draft.dense_blocks import additive_mask, block_attention_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
 # Overlapping blocks in row 0 (anchors 5, 6, 7), a padded block in row 1.
@@ -119,13 +115,6 @@ def test_slots_of_a_block_see_each_other_and_no_other_block(draft):
     expected = torch.zeros(2, 3 * BLOCK, dtype=torch.bool)
     expected[0, BLOCK : 2 * BLOCK] = True
     assert torch.equal(touched, expected)
-
-
-def test_slots_stand_behind_their_anchor():
-    positions = block_position_ids(ANCHORS, CONTEXT, BLOCK)
-    assert positions[:, :CONTEXT].tolist() == [list(range(CONTEXT))] * 2
-    assert positions[0, CONTEXT:].tolist() == [5, 6, 7, 8, 6, 7, 8, 9, 7, 8, 9, 10]
-    assert positions[1, CONTEXT:].tolist() == [2, 3, 4, 5, 9, 10, 11, 12, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 40])

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from deepseek_v41_dspark_models import dspark_inputs, tiny_dspark
 from draft_models import draft_inputs, tiny_draft
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -46,6 +47,20 @@ def test_initialisation_is_torchs_default():
             assert 0.9 * bound < parameter.abs().max() <= bound, name
     fc = draft.fc.weight
     torch.testing.assert_close(fc.std().item(), fc.shape[1] ** -0.5 / 3**0.5, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_inputs"), [(tiny_draft, draft_inputs), (tiny_dspark, dspark_inputs)], ids=["k3", "dspark"]
+)
+def test_arguments_that_no_draft_has_are_refused(make, make_inputs):
+    """A misspelt one would be lost without a word; what PEFT's wrapper adds to its own is no argument."""
+    draft = make()
+    inputs = make_inputs(draft)
+    expected = draft(**inputs).last_hidden_state
+    assert torch.equal(draft(**inputs, inputs_embeds=None, return_dict=None).last_hidden_state, expected)
+    for name, value in (("document_idz", torch.zeros(1, 7)), ("anchors", None), ("output_attentions", True)):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            draft(**inputs, **{name: value})
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.modeling.draft import visible_attention
-from blockdraft.modeling.draft.block_visibility import block_attention_mask, block_visibility
+from blockdraft.modeling.draft.block_visibility import block_visibility
+from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 from blockdraft.modeling.draft.visible_attention import (
     BlockGroup,
     GroupLimits,

@@ -7,7 +7,7 @@ from kimi_k3_models import FP32_PARTS, pack_experts, released_tensors, tiny_conf
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from blockdraft.configuration.configuration_kimi_k3_dflash import build_kimi_k3_dflash_target_kwargs
+from blockdraft.configuration.build_kimi_k3_dflash import build_kimi_k3_dflash_target_kwargs
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
 
 EXPERTS = "language_model.model.layers.1.block_sparse_moe.experts"

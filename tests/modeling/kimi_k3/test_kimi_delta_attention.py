@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from blockdraft.modeling.kimi_k3.kimi_delta_attention import (
     ROLLBACK_TOKENS,
     KimiDeltaAttention,
-    KimiDeltaAttentionCache,
+    KimiDeltaAttentionCacheLayer,
     kda_chunked,
     kda_decay,
     kda_recurrence,
@@ -219,7 +219,7 @@ def test_reset_and_reorder(layer):
 
 def test_transformers_builds_the_cache_from_the_configuration():
     config = tiny_config()
-    kinds = [type(layer) is KimiDeltaAttentionCache for layer in DynamicCache(config=config).layers]
+    kinds = [type(layer) is KimiDeltaAttentionCacheLayer for layer in DynamicCache(config=config).layers]
     assert kinds == [kind == "kimi_delta_attention" for kind in config.layer_types]
 
 

@@ -15,7 +15,7 @@ from kimi_k3_reference import kimi_k3
 from transformers import DynamicCache
 
 from blockdraft.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from blockdraft.modeling.kimi_k3 import kimi_k3_layers
+from blockdraft.modeling.kimi_k3 import mla_attention
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import (
     DocumentRows,
     KimiK3ForCausalLM,
@@ -254,11 +254,11 @@ def test_few_tokens_after_many_are_attended_in_the_latent_space(monkeypatch):
     target = tiny_k3()
     input_ids = torch.randint(1, 97, (2, 40))
     attention = next(layer.self_attn for layer in target.model.layers if not layer.is_kda)
-    expanded, expand = [], attention.expand
-    monkeypatch.setattr(attention, "expand", lambda *args: expanded.append(args[0].shape[2]) or expand(*args))
+    expanded, expand = [], attention.keys_and_values
+    monkeypatch.setattr(attention, "keys_and_values", lambda *args: expanded.append(args[0].shape[2]) or expand(*args))
     logits = {}
     for worth in (0, 1_000_000):  # a tiny model saves little
-        monkeypatch.setattr(kimi_k3_layers, "WORTH_ABSORBING", worth)
+        monkeypatch.setattr(mla_attention, "WORTH_ABSORBING", worth)
         cache = DynamicCache(config=target.config)
         with torch.no_grad():
             parts = [target(part, cache=cache).logits for part in input_ids.split([34, 1, 4, 1], dim=1)]

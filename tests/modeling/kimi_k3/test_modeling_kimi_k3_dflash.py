@@ -12,7 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import DFlashCache
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from blockdraft.modeling.draft.block_visibility import additive_mask, block_attention_mask, block_visibility
+from blockdraft.modeling.draft.block_visibility import block_visibility
+from blockdraft.modeling.draft.dense_blocks import additive_mask, block_attention_mask
 from blockdraft.modeling.draft.flex_block_mask import flex_block_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 

@@ -3,8 +3,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from blockdraft.modeling.ops import elementwise as fused_elementwise
-from blockdraft.modeling.ops.elementwise import clamped_swiglu, rms_norm, situ
+from blockdraft.modeling.ops import elementwise
+from blockdraft.modeling.ops.clamped_swiglu import clamped_swiglu
+from blockdraft.modeling.ops.elementwise import rms_norm
+from blockdraft.modeling.ops.situ import situ
 
 
 def plain_situ(gate, up, beta, linear_beta):
@@ -38,9 +40,9 @@ WIDTH = 64
 steps = pytest.mark.parametrize("step, plain, settings", STEPS.values(), ids=STEPS)
 
 
-@pytest.fixture(params=[WIDTH, fused_elementwise.CHUNK_SIZE], ids=["many chunks", "one chunk"])
+@pytest.fixture(params=[WIDTH, elementwise.CHUNK_SIZE], ids=["many chunks", "one chunk"])
 def chunk_size(request, monkeypatch):
-    monkeypatch.setattr(fused_elementwise, "CHUNK_SIZE", request.param)
+    monkeypatch.setattr(elementwise, "CHUNK_SIZE", request.param)
 
 
 def inputs(step, dtype, width=WIDTH) -> list[torch.Tensor]:

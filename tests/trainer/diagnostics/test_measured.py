@@ -94,7 +94,7 @@ def test_every_view_of_a_hybrid_draft_is_tried(served):
     views = other_views(config)
     for view in views:
         with changed(config, **view):
-            config.check_draft()
+            config.check()
             view["seen"] = (config.context_windows, config.is_causal)
     seen = [view["seen"] for view in views]
     assert ([16, 16, None], True) in seen

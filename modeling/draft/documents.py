@@ -1,0 +1,31 @@
+"""Where the tokens of packed rows stand in their documents."""
+
+import torch
+from torch import Tensor
+
+
+def document_remaining(document_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Counts the real tokens after each position inside its own document.
+
+    Args:
+        document_ids (`[B, S]` int): document of every position, documents contiguous.
+        lengths (`[B]` int): real tokens of each row; what follows is padding.
+
+    Returns:
+        `[B, S]` int64, 0 at padding.
+    """
+    width = document_ids.shape[1]
+    positions = torch.arange(width, device=document_ids.device)
+    last = positions == lengths[:, None] - 1
+    last[:, :-1] |= document_ids[:, 1:] != document_ids[:, :-1]
+    ends = torch.where(last & (positions < lengths[:, None]), positions, width)
+    next_end = ends.flip(-1).cummin(-1).values.flip(-1)
+    return torch.where(next_end < width, next_end - positions, 0)
+
+
+def document_positions(document_ids: Tensor) -> Tensor:
+    """Position of each token in its own document, `[B, S]` int64, from `[B, S]` ids of contiguous documents."""
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    starts = torch.zeros_like(document_ids)
+    starts[:, 1:] = torch.where(document_ids[:, 1:] != document_ids[:, :-1], positions[1:], 0)
+    return positions - starts.cummax(-1).values
