@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from blockdraft.modeling.draft.anchors import legal_anchors, row_generator, sample_anchors
+from blockdraft.modeling.draft.anchors import legal_anchors, legal_dspark_anchors, row_generator, sample_anchors
 from blockdraft.modeling.draft.prefix_lengths import sample_prefix_lengths
 
 BLOCK = 4
@@ -116,3 +116,9 @@ def test_bad_settings_are_named():
         sample_anchors(legal, 0, 0, 0, [0])
     with pytest.raises(ValueError, match="prefix_weight_base"):
         sample_prefix_lengths(legal, 4, 0.0, 0, 0, [0])
+
+
+@pytest.mark.parametrize("length, expected", [(0, []), (1, []), (2, [0]), (5, [0, 1, 2, 3])])
+def test_dspark_legality_by_own_length(length, expected):
+    legal = legal_dspark_anchors(torch.ones(1, 9), torch.tensor([length]))
+    assert legal[0].nonzero().flatten().tolist() == expected

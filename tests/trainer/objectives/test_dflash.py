@@ -76,44 +76,6 @@ def assert_metrics(loss, case):
         assert value == pytest.approx(case[f"out.{name}"].item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("documents", ["doc", "nodoc"])
-def test_targets_equal_reference(golden, start, documents):
-    case = golden("dflash_block_targets")
-    targets = build_block_targets(
-        case["in.input_ids"],
-        case["in.loss_mask"],
-        case["in.anchor_positions"],
-        case["in.block_keep_mask"],
-        case.meta["options"]["block_size"],
-        label_start=start,
-        document_remaining=case["in.doc_remaining"] if documents == "doc" else None,
-    )
-    prefix = f"out.start{start}.{documents}"
-    assert torch.equal(targets.label_indices, case[f"{prefix}.label_indices"])
-    assert torch.equal(targets.token_ids, case[f"{prefix}.target_ids"])
-    assert torch.equal(targets.mask, case[f"{prefix}.block_mask"])
-
-
-def test_slot_k_predicts_token_a_plus_k():
-    ids = torch.arange(16)[None]
-    anchors, keep = torch.tensor([[5, 9]]), torch.ones(1, 2, dtype=torch.bool)
-    slots = torch.arange(4)
-    for start in (0, 1):
-        targets = build_block_targets(ids, torch.ones(1, 16), anchors, keep, 4, label_start=start)
-        assert torch.equal(targets.token_ids, anchors[..., None] + slots + start)
-    assert build_block_inputs(ids, anchors, keep, 4, 63).tolist() == [[5, 63, 63, 63, 9, 63, 63, 63]]
-
-
-def test_variable_prefix_inputs():
-    ids = torch.arange(10)[None]
-    anchors = torch.tensor([[3, 8, 0]])
-    keep = torch.tensor([[True, True, False]])
-    noise = build_block_inputs(ids, anchors, keep, 4, 63, torch.tensor([[2, 3, 2]]))
-    # The second block runs past the row's end, the third is padding.
-    assert noise.view(3, 4).tolist() == [[3, 4, 63, 63], [8, 9, 63, 63], [63] * 4]
-
-
 def test_perfect_draft_commits_the_whole_block():
     mask = torch.ones(3, 2, 4)
     for prefix, committed in ((1, 4), (0, 5)):  # 1+N and N layout, the bonus included

@@ -1,4 +1,4 @@
-"""The DSpark objective against reference numbers: anchors' labels, three terms, gradients, diagnostics, chunks."""
+"""The DSpark objective against reference numbers: three terms, gradients, diagnostics, chunks."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from blockdraft.modeling.draft.anchors import legal_dspark_anchors, sample_anchors
 from blockdraft.modeling.draft.block_targets import build_dspark_targets
 from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
 from blockdraft.trainer.objectives.slot_targets import slot_targets
@@ -80,32 +79,6 @@ def test_terms_gradients_and_diagnostics_equal_reference(golden, variant, chunk_
             assert value.grad is None, "the teacher is not trained"
 
 
-@pytest.mark.parametrize("scenario", range(8))
-def test_anchors_and_label_mask_equal_reference(golden, scenario):
-    reference = golden("dspark_anchor_sampling")
-    options = reference.meta["options"]["scenarios"][scenario]
-    loss_mask = reference[f"in.s{scenario}.loss_mask"]
-    remaining = reference.tensors.get(f"in.s{scenario}.doc_remaining")
-    legal = legal_dspark_anchors(loss_mask, document_remaining=remaining)
-    assert torch.equal(legal[:, :-1], reference[f"out.s{scenario}.candidate_mask"]) and not legal[:, -1].any()
-
-    everything = reference[f"out.s{scenario}.all_anchors"]
-    width = everything.shape[1]
-    anchors = sample_anchors(legal, width, seed=1, step=2, row_ids=[3, "four"], width=width)
-    assert torch.equal(anchors.positions, everything)
-    assert torch.equal(anchors.keep, reference[f"out.s{scenario}.all_keep"])
-    targets = build_dspark_targets(
-        torch.zeros_like(loss_mask).long(), loss_mask, *anchors, options["block_size"], remaining
-    )
-    assert torch.equal(targets.mask.bool(), reference[f"out.s{scenario}.eval_mask"])
-
-    number = options["num_anchors"]
-    sampled = sample_anchors(legal, number, seed=1, step=2, row_ids=[3, "four"], width=number)
-    assert list(sampled.positions.shape) == reference[f"out.s{scenario}.sampled_shape"].tolist()
-    assert torch.equal(sampled.keep, reference[f"out.s{scenario}.sampled_keep"])
-    assert all(legal[row, kept[keep]].all() for row, (kept, keep) in enumerate(zip(*sampled, strict=True)))
-
-
 @pytest.mark.parametrize("name", ["fp32", "noconf"])
 def test_loss_of_the_reference_draft(golden, name):
     """The draft's own case: labels and previous tokens from the rows, the loss from its logits."""
@@ -132,30 +105,6 @@ def test_loss_of_the_reference_draft(golden, name):
     terms = reference_terms(loss)
     for term, value in case.group("out.terms").items():
         assert_near(terms[term], value)
-
-
-def test_slot_k_predicts_the_token_after_the_one_it_is_told():
-    ids = torch.arange(16)[None]
-    anchors, keep = torch.tensor([[5, 13, 0]]), torch.tensor([[True, True, False]])
-    targets = build_dspark_targets(ids, torch.ones(1, 16), anchors, keep, 4)
-    assert targets.token_ids.tolist() == [[[6, 7, 8, 9], [14, 15, 15, 15], [0, 0, 0, 0]]]
-    assert targets.previous_token_ids.tolist() == [[[5, 6, 7, 8], [13, 14, 15, 15], [0, 0, 0, 0]]]
-    assert targets.mask.tolist() == [[[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]]
-
-
-def test_a_hole_in_the_loss_mask_ends_the_block():
-    loss_mask = torch.ones(1, 8)
-    loss_mask[0, 4] = 0
-    targets = build_dspark_targets(
-        torch.arange(8)[None], loss_mask, torch.tensor([[2]]), torch.ones(1, 1, dtype=torch.bool), 4
-    )
-    assert targets.mask.tolist() == [[[1, 0, 0, 0]]]
-
-
-@pytest.mark.parametrize("length, expected", [(0, []), (1, []), (2, [0]), (5, [0, 1, 2, 3])])
-def test_legality_by_own_length(length, expected):
-    legal = legal_dspark_anchors(torch.ones(1, 9), torch.tensor([length]))
-    assert legal[0].nonzero().flatten().tolist() == expected
 
 
 def test_a_perfect_draft_commits_the_whole_block_and_the_bonus():
