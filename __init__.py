@@ -13,12 +13,15 @@ from .configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from .configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from .configuration.target_settings import build_target_layer_ids
 from .modeling.decoding.block_decoding import block_decode
-from .modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
+from .modeling.decoding.confidence_schedule import ConfidenceThreshold
+from .modeling.decoding.cost_table import CostTable, measure_cost_table
 from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM, DeepseekV41Model
 from .modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
+from .modeling.draft.modeling_draft import DraftPreTrainedModel
 from .modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
 from .modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from .modeling.target.mask_tokens import propose_mask_token_ids
+from .modeling.target.pairing import compare_target
 from .modeling.target.target_features import capture_features
 from .modeling.target.target_identity import target_record
 
@@ -83,6 +86,14 @@ MODEL_MAPPING.register(DeepseekV41Config, DeepseekV41Model, exist_ok=True)
 MODEL_MAPPING.register(KimiK3Config, KimiK3Model, exist_ok=True)
 MODEL_FOR_CAUSAL_LM_MAPPING.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
 MODEL_FOR_CAUSAL_LM_MAPPING.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)
+
+
+def _publish(draft: DraftPreTrainedModel, repo_id: str, **kwargs):
+    return import_module(".hub_cards.upload", __name__).publish_model(draft, repo_id, **kwargs)
+
+
+# What drafts have where this package is installed, and do not ship.
+DraftPreTrainedModel.compare_target, DraftPreTrainedModel.publisher = compare_target, _publish
 
 
 def __getattr__(name: str):

@@ -25,7 +25,7 @@ from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from ..hub_cards.measurements import ADAPTER_CONFIG
-from ..modeling.decoding.confidence_schedule import CostTable, measure_cost_table
+from ..modeling.decoding.cost_table import CostTable, measure_cost_table
 from ..modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from ..modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from ..modeling.saving.atomic_save import staged_directory
