@@ -247,18 +247,16 @@ class _Drafter:
 
         # Slot by slot where a slot needs the tokens before it.
         step = n if sequence.prefix_free and not draft.drafts_in_sequence else 1
-        probs = []
-        for k in range(0, n, step):
-            position = sequence.length + k
-            rows = logits[k : k + step]
+        probs, position = [], sequence.length
+        for rows, states in zip(logits.split(step), hidden[0].split(step), strict=True):
             if draft.drafts_in_sequence:
                 with section("draft", self.device):
-                    token = sequence.tokens[:, position - 1].to(self.device)
-                    rows = draft.slot_logits(rows, token, hidden[0, k : k + step])
+                    rows = draft.slot_logits(rows, sequence.tokens[:, position - 1].to(self.device), states)
             with section("choose", self.device):
                 tokens, drawn_from = sequence.choose(sequence.process(rows, position))
                 sequence.tokens[:, position : position + step] = tokens
                 probs.append(drawn_from)
+            position += step
 
         confidence = None
         if draft.confidence_head is not None:
