@@ -1,15 +1,9 @@
 """Block decoding: a draft proposes a block of tokens, one target forward verifies it; the output stays the target's.
 
-One loop serves every block-parallel draft, greedy and sampling. Run it through `generate`, which prepares processors,
-stopping criteria and cache:
-
-```python
-output = target.generate(**inputs, custom_generate=block_decode, draft=draft, max_new_tokens=256)
-```
-
-Greedy decoding commits the target's own choices, so it equals plain greedy decoding up to numerical ties. Sampling
-follows Leviathan et al. 2023 (https://huggingface.co/papers/2211.17192, algorithm 1), so tokens keep the target's
-distribution. The target's cache needs nothing but `activate_past_recording` and `crop`.
+One loop serves every block-parallel draft. Greedy decoding commits the target's own choices, so it equals plain greedy
+decoding up to numerical ties. Sampling follows Leviathan et al. 2023 (https://huggingface.co/papers/2211.17192,
+algorithm 1), so tokens keep the target's distribution. The target's cache needs nothing but `activate_past_recording`
+and `crop`.
 
 A draft with a Markov head chooses its tokens one after the other, each biased by the one before. One with a confidence
 head says how likely each token is to be accepted; a `confidence_schedule` then cuts the block before verification.
@@ -46,9 +40,9 @@ def block_decode(
 ) -> DecodeOutput:
     """Decodes with a block-parallel draft; the tokens are those of the target alone.
 
-    Meant for `target.generate(..., custom_generate=block_decode, draft=draft)`. A direct call goes through `generate`
-    as well and takes the same arguments; only so can it end at `stop_strings`, since `generate` keeps the `tokenizer`
-    from a `custom_generate` function.
+    Run it as `target.generate(**inputs, custom_generate=block_decode, draft=draft, max_new_tokens=256)`. A direct call
+    goes through `generate` as well and takes the same arguments; only that can end at `stop_strings`, since `generate`
+    does not pass the `tokenizer` on.
 
     The rows of a batch are decoded one after another, each without its padding and with a cache of its own, so each
     gives what its prompt alone gives, and a batch takes the sum of their times; `max_time` is that of all together.
@@ -185,12 +179,8 @@ def _read_together(rows: list[torch.Tensor | None]) -> list[list[float]]:
 
 
 class Proposal(NamedTuple):
-    """What a draft says of the `n` candidates that it wrote into the sequence's buffer.
-
-    Attributes:
-        probs: `[1, n, vocab]` float32, the distributions they were drawn from; `None` when greedy.
-        confidence_logits: `[n]` float32, raw; `None` without a confidence head.
-    """
+    """What a draft says of the n candidates that it wrote into the sequence's buffer: the `probs` `[1, n, vocab]`
+    float32 that they were drawn from, `None` when greedy, and raw `confidence_logits` `[n]`, if it has the head."""
 
     probs: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None

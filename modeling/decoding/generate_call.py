@@ -89,11 +89,7 @@ def call_generate(
     loop: Loop, model: PreTrainedModel, inputs, streamer=None, tokenizer=None, stopping_criteria=None, **kwargs
 ) -> DecodeOutput:
     """Calls `generate` with [`run`] as its loop. Streamer and tokenizer, which `generate` would not pass on, arrive:
-    the one as an argument of `run`, the other in the criterion of `stop_strings`.
-
-    Raises:
-        ValueError: with `token_healing`, `assistant_model` or `synced_gpus`.
-    """
+    the one as an argument of `run`, the other in the criterion of `stop_strings`."""
     if _setting("token_healing", model, kwargs):
         raise ValueError(
             "`generate` cannot honour `token_healing` here, since it keeps no tokenizer beside a loop of ours: call "
@@ -135,20 +131,9 @@ def _check_kept_arguments(name: str, model: PreTrainedModel, assistant_model: An
 
 
 def run(
-    loop: Loop,
-    streamer,
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    **inputs,
+    loop: Loop, streamer, model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs
 ) -> DecodeOutput:
-    """Runs a loop on arguments that `generate` prepared.
-
-    Raises:
-        ValueError: if the loop cannot do what they ask for.
-    """
+    """Runs a loop on arguments that `generate` prepared. Raises a `ValueError` for what the loop cannot do."""
     rules = Rules(logits_processor, stopping_criteria, generation_config, streamer)
     _check_call(loop.name, input_ids, rules, inputs)
     sequences = (DecodedSequence(row, rules) for row in split_rows(input_ids, inputs))
@@ -214,11 +199,8 @@ def _pad_token(config: GenerationConfig) -> int | None:
 
 
 def split_rows(input_ids: torch.LongTensor, model_kwargs: dict) -> Iterator[Row]:
-    """The rows of a batch `[B, L]`, one after another, each as if its prompt came alone.
-
-    Raises:
-        ValueError: if a row is nothing but padding.
-    """
+    """The rows of a batch `[B, L]`, one after another, each as if its prompt came alone. Raises a `ValueError` for one
+    that is nothing but padding."""
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs["cache"]
     for number in range(len(input_ids)):
         inputs, padding = dict(model_kwargs), 0
