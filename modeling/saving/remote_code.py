@@ -30,7 +30,7 @@ def write_remote_code(directory: str | os.PathLike, model_class: type, generate:
         model_class (`type`):
             The class that `AutoModel` is to find; `AutoConfig` is to find its `config_class`.
         generate (`Callable`):
-            What `target.generate(..., custom_generate=directory)` is to call; its module is called `generate` too.
+            What `target.generate(..., custom_generate=directory)` is to call.
 
     Returns:
         `dict[str, str]`: the config's `auto_map`.
@@ -39,8 +39,7 @@ def write_remote_code(directory: str | os.PathLike, model_class: type, generate:
     classes = {"AutoConfig": model_class.config_class, "AutoModel": model_class}
     files = {name: Path(inspect.getfile(cls)) for name, cls in classes.items()}
     sources = flatten_modules(files.values())
-    for name, source in flatten_modules([Path(inspect.getfile(generate))]).items():
-        sources[f"{GENERATE_FOLDER}/{name}"] = source
+    sources[f"{GENERATE_FOLDER}/generate.py"] = Path(inspect.getfile(generate)).read_text(encoding="utf-8")
     sources[f"{GENERATE_FOLDER}/requirements.txt"] = GENERATE_REQUIREMENTS
     with staged_directory(directory) as staging:
         (staging / GENERATE_FOLDER).mkdir()

@@ -62,7 +62,7 @@ class FeatureCapture:
         self._thread = threading.get_ident()
         # All layers' states side by side, as they come: held once, not once more while they are concatenated.
         self._features: torch.Tensor | None = None
-        self._seen: set[int] = set()
+        self._missing: set[int] = set()
 
     def run(self, *args, **kwargs):
         """Calls the target. Returns its output, or `None` where `stop_after_last` ended the forward."""
@@ -84,7 +84,7 @@ class FeatureCapture:
         Raises:
             RuntimeError: if no target forward went through the layers since the last call.
         """
-        if self._features is None or self._seen != set(self._layer_ids):
+        if self._features is None or self._missing:
             raise RuntimeError(
                 "No features: the target has not run in this thread since they were last read, or its forward ended "
                 "early. Nor are there any where it was compiled (`torch.compile`) before its hooks were set: compiled "
@@ -101,10 +101,10 @@ class FeatureCapture:
             *shape, width = hidden_states.shape
             if self._features is None or layer_id == min(self._layer_ids):  # a forward begins
                 self._features = hidden_states.new_empty(*shape, len(self._layer_ids) * width)
-                self._seen = set()
+                self._missing = set(self._layer_ids)
             for place in places:
                 self._features[..., place * width : (place + 1) * width] = hidden_states
-            self._seen.add(layer_id)
+            self._missing.discard(layer_id)
             if layer_id == self._stop_after:
                 raise _LastLayerReached
 

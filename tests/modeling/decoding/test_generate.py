@@ -37,7 +37,7 @@ from transformers.generation.streamers import BaseStreamer
 torch.set_num_threads(1)
 target = AutoModelForCausalLM.from_pretrained(target_directory)
 batch = load_file(inputs)
-expected = batch.pop("expected")
+expected, features, logits = (batch.pop(name) for name in ("expected", "features", "logits"))
 settings = {"do_sample": False, "max_new_tokens": 12, "trust_remote_code": True}
 for directory in drafts:
     by_name = target.generate(**batch, custom_generate=directory, draft=directory, **settings)
@@ -45,6 +45,8 @@ for directory in drafts:
     draft = AutoModel.from_pretrained(directory, trust_remote_code=True)
     assert type(draft).__module__.startswith("transformers_modules.")
     assert not draft.can_generate() and not hasattr(draft, "generate")
+    direct = {"do_sample": False, "max_new_tokens": 12}
+    assert torch.equal(draft.block_decode(target, **batch, **direct), expected)
     draft.save_pretrained(directory + "_again")
     details = {"return_dict_in_generate": True, "repetition_penalty": 1.0}
     output = target.generate(**batch, custom_generate=directory + "_again", draft=draft, **details, **settings)
@@ -79,6 +81,15 @@ except RuntimeError as error:
 else:
     raise AssertionError("the draft of the commit was loaded")
 
+# The reference's forward on token ids, of a DSpark draft that stands alone
+dspark = AutoModel.from_pretrained(drafts[1], trust_remote_code=True)
+dspark.initialize_embeddings_and_head(target.get_input_embeddings(), target.get_output_embeddings())
+with torch.no_grad():
+    inputs = {"input_ids": one["input_ids"], "loss_mask": one["attention_mask"], "target_hidden_states": features}
+    output = dspark(**inputs, anchor_positions=torch.tensor([[2, 5]]))
+torch.testing.assert_close(output.draft_logits, logits)
+assert dspark(**inputs, num_anchors=3).draft_logits.shape[1] == 3
+
 # transformers' own path, for the DFlash draft
 settings.pop("trust_remote_code")
 dflash = AutoModel.from_pretrained(drafts[0], trust_remote_code=True)
@@ -88,8 +99,9 @@ print("all equal")
 """
 
 
-def test_repository_form_without_the_package(tmp_path, pair):
-    target, dspark = pair
+def test_repository_form_without_the_package(tmp_path):
+    target = build_target("qwen3")
+    dspark = build_dspark_draft(target)
     target.save_pretrained(tmp_path / "target")
     build_draft(target).save_pretrained(tmp_path / "dflash")
     dspark.save_pretrained(tmp_path / "dspark")
@@ -97,6 +109,15 @@ def test_repository_form_without_the_package(tmp_path, pair):
     batch = left_padded(rows)
     expected = torch.cat([target.generate(row, **GREEDY)[:, row.shape[1] :] for row in rows])
     batch["expected"] = torch.cat([batch["input_ids"], expected], dim=1)
+    batch["features"] = torch.randn(1, batch["input_ids"].shape[1], dspark.config.features_width)
+    dspark.initialize_embeddings_and_head(target.get_input_embeddings(), target.get_output_embeddings())
+    with torch.no_grad():
+        batch["logits"] = dspark(
+            input_ids=rows[-1],
+            loss_mask=torch.ones_like(rows[-1]),
+            target_hidden_states=batch["features"],
+            anchor_positions=torch.tensor([[2, 5]]),
+        ).draft_logits
     save_file(batch, tmp_path / "batch.safetensors")
 
     published = [path for path in (tmp_path / "dspark").rglob("*") if path.is_file()]

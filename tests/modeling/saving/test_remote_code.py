@@ -10,6 +10,7 @@ from fresh_process import AUTO_MAP, code_files, run_fresh
 from safetensors.torch import load_file, save_file
 
 from blockdraft.modeling.decoding.generate import generate
+from blockdraft.modeling.families import FAMILIES
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.modeling.saving.remote_code import flatten_modules, write_remote_code
 
@@ -41,6 +42,61 @@ def test_shipped_files_import_each_other_and_public_libraries_only(tmp_path):
             assert not module.startswith(("..", "blockdraft")), f"{name} imports {module}"
             beside = (Path(name).parent / f"{module[1:]}.py").as_posix()
             assert not module.startswith(".") or beside in files, f"{name} imports {module}"
+
+
+# What every draft ships: what loads it and decodes with it. `generate.py` twice: transformers runs it from a folder of
+# its own, and a draft that is loaded with this code is saved again from the modules beside it.
+SHARED = {
+    "atomic_save.py",
+    "block_decoding.py",
+    "block_visibility.py",
+    "configuration_draft.py",
+    "custom_generate/generate.py",
+    "decoding_state.py",
+    "elementwise.py",
+    "generate.py",
+    "generate_call.py",
+    "modeling_draft.py",
+    "remote_code.py",
+    "target_features.py",
+    "target_settings.py",
+    "target_shapes.py",
+    "transformers_internals.py",
+    "validation.py",
+    "verification.py",
+    "visible_attention.py",
+}
+SHIPPED = {
+    "dflash": {
+        "configuration_kimi_k3.py",
+        "configuration_kimi_k3_dflash.py",
+        "kimi_k3_layers.py",
+        "modeling_kimi_k3_dflash.py",
+    },
+    "dspark": {
+        "anchors.py",
+        "block_targets.py",
+        "configuration_deepseek_v41.py",
+        "configuration_deepseek_v41_dspark.py",
+        "deepseek_v41_dspark_layers.py",
+        "deepseek_v41_layers.py",
+        "fp32.py",
+        "hyper_connections.py",
+        "modeling_deepseek_v41_dspark.py",
+        "number_formats.py",
+    },
+}
+# 60% of the lines that version 0.1.0 shipped.
+MOST_LINES = {"dflash": 3577, "dspark": 4821}
+
+
+@pytest.mark.parametrize("family", SHIPPED)
+def test_what_ships_with_a_draft(family, tmp_path):
+    write_remote_code(tmp_path, FAMILIES[family].model, generate)
+    lines = {name: len(source.splitlines()) for name, source in code_files(tmp_path).items()}
+    print(f"{family}: {len(lines)} modules, {sum(lines.values())} lines", *sorted(lines.items()), sep="\n")
+    assert set(lines) == SHARED | SHIPPED[family]
+    assert sum(lines.values()) <= MOST_LINES[family]
 
 
 def make_files(root, files):
