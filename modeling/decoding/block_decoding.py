@@ -11,7 +11,6 @@ head says how likely each token is to be accepted; a `confidence_schedule` then 
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -20,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..target.target_features import FeatureCapture, capture_features
-from ..target.target_shapes import check_shapes
+from ..target.target_shapes import shape_faults
 from .decoding_state import BlockDecodeOutput, CachedTarget, DecodedSequence, Rules, Stopwatch, device_of
 from .generate_call import DecodeOutput, Loop, enter
 from .transformers_internals import held_lengths, stuck_layers
@@ -68,7 +67,7 @@ def block_decode(
     Raises:
         ValueError: without a draft, with an `assistant_model`, `token_healing`, `synced_gpus`, settings of another
             decoding mode or processors that count their calls, with a cache that is absent, filled or cannot be rolled
-            back, with a draft for a target of other shapes (see [`check_shapes`]), or with a `confidence_schedule` for
+            back, with a draft for a target of other shapes (see [`shape_faults`]), or with a `confidence_schedule` for
             a draft without a confidence head.
     """
     if draft is None:
@@ -84,7 +83,8 @@ def _decode_rows(
     draft: PreTrainedModel,
     confidence_schedule: Callable[[list[float]], int] | None,
 ) -> list[BlockDecodeOutput]:
-    check_shapes(model, draft.config)
+    for fault in shape_faults(model, draft.config):
+        raise ValueError(fault)
     if draft.compare_target is not None:
         draft.compare_target(model)
     if confidence_schedule is not None and draft.confidence_head is None:
@@ -118,20 +118,20 @@ def _decode_row(
 
         while not sequence.finished:
             anchor = sequence.length - 1
-            n = min(drafter.num_candidates, sequence.budget - 1)
-            proposal = drafter.propose(sequence, features, n) if n > 0 else Proposal()
-            confidence_logits.append(proposal.confidence_logits)
+            n = min(drafter.num_candidates, sequence.max_length - sequence.length - 1)
+            probs, confidence = drafter.propose(sequence, features, n) if n > 0 else (None, None)
+            confidence_logits.append(features.new_empty(0) if confidence is None else confidence)
             if confidence_schedule is not None and n > 0:
-                n = confidence_schedule(drafter.confidences(proposal.confidence_logits))
+                n = confidence_schedule(drafter.calibrate(confidence))
             n = min(n, target.longest_block(anchor) - 1)
             tokens = sequence.tokens[:, : sequence.length + n]
             logits = target.forward(tokens, anchor)
             with stopwatch.section("match", target.device):
                 scores, candidates = sequence.process(logits, sequence.length), tokens[:, sequence.length :]
-                if proposal.probs is None:  # greedy, or nothing was drafted
+                if probs is None:  # greedy, or nothing was drafted
                     accepted, next_token = match(candidates, sequence.choose(scores)[0][None])
                 else:
-                    accepted, next_token = verify(candidates, proposal.probs[:, :n], scores.softmax(dim=-1)[None])
+                    accepted, next_token = verify(candidates, probs[:, :n], scores.softmax(dim=-1)[None])
                 # The round's one synchronisation with the device, but for a schedule's.
                 *drafted, bonus, count = torch.cat([candidates[0], next_token, accepted]).tolist()
             with stopwatch.section("commit", target.device):
@@ -150,7 +150,8 @@ def _decode_row(
     output = sequence.finish()
     output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
     if draft.confidence_head is not None and sequence.returns_details:
-        output.confidence_logits = _read_together(confidence_logits)
+        read = torch.cat([*confidence_logits, features.new_empty(0)]).cpu()  # all rounds at once
+        output.confidence_logits = [row.tolist() for row in read.split([len(row) for row in confidence_logits])]
     output.seconds, output.cache = stopwatch.seconds(), target.cache
     return output
 
@@ -169,21 +170,6 @@ def _check_rollback(target: CachedTarget) -> None:
             "of an image that cross-attention reads, not of tokens. Decode this prompt without a draft, or without "
             "its images."
         )
-
-
-def _read_together(rows: list[torch.Tensor | None]) -> list[list[float]]:
-    """Rows `[n]` of differing length as lists, from one read of the device; `None` is an empty row."""
-    filled = [row for row in rows if row is not None]
-    values = iter(torch.cat(filled).tolist() if filled else ())
-    return [[] if row is None else [next(values) for _ in range(len(row))] for row in rows]
-
-
-class Proposal(NamedTuple):
-    """What a draft says of the n candidates that it wrote into the sequence's buffer: the `probs` `[1, n, vocab]`
-    float32 that they were drawn from, `None` when greedy, and raw `confidence_logits` `[n]`, if it has the head."""
-
-    probs: torch.Tensor | None = None
-    confidence_logits: torch.Tensor | None = None
 
 
 class _Drafter:
@@ -220,13 +206,19 @@ class _Drafter:
             return features
         return features[:, self.target.mask[0, : features.shape[1]].bool().to(features.device)]
 
-    def propose(self, sequence: DecodedSequence, features: torch.Tensor, n: int) -> Proposal:
+    def propose(
+        self, sequence: DecodedSequence, features: torch.Tensor, n: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Drafts `n` candidates into the sequence's buffer.
 
         Args:
             sequence: its last committed token is the anchor, which the target has not run yet.
             features: `[1, new tokens, features]`, the target's hidden states of the tokens verified last.
             n: number of candidates wanted, at most `num_candidates`; the block keeps its full size.
+
+        Returns:
+            The probabilities `[1, n, vocab]` float32 that they were drawn from, or `None` when greedy, and their raw
+            confidence logits `[n]` float32, or `None` without a confidence head.
         """
         draft, section = self.draft, self._stopwatch.section
         output = self._run_block(sequence, features)
@@ -253,7 +245,7 @@ class _Drafter:
             with section("draft", self.device):
                 previous = sequence.tokens[0, sequence.length - 1 : sequence.length - 1 + n].to(self.device)
                 confidence = draft.confidence_logits(output.confidence_states[0, slots], previous)
-        return Proposal(torch.cat(probs)[None] if sequence.do_sample else None, confidence)
+        return torch.cat(probs)[None] if sequence.do_sample else None, confidence
 
     def _run_block(self, sequence: DecodedSequence, features: torch.Tensor) -> ModelOutput:
         start = sequence.length - self.known - self._hidden
@@ -279,6 +271,6 @@ class _Drafter:
         self._context_length = start
         return output
 
-    def confidences(self, logits: torch.Tensor) -> list[float]:
+    def calibrate(self, logits: torch.Tensor) -> list[float]:
         """Calibrated probabilities that a candidate is accepted if those before it are. Waits for the device."""
         return (logits / self._temperatures[: len(logits)]).sigmoid().tolist()

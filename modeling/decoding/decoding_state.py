@@ -2,7 +2,6 @@
 
 import time
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,15 +91,14 @@ class Stopwatch:
     synchronisation until they are read."""
 
     def __init__(self, is_read: bool):
-        self._is_read, self._start = is_read, time.perf_counter()
-        self._sections: dict[str, list[tuple]] = defaultdict(list)
+        self._is_read, self._start, self._sections = is_read, time.perf_counter(), []
 
     @contextmanager
     def section(self, name: str, device: torch.device) -> Iterator[None]:
         begin = self._now(device) if self._is_read else None
         yield
         if self._is_read:
-            self._sections[name].append((begin, self._now(device)))
+            self._sections.append((name, begin, self._now(device)))
 
     @staticmethod
     def _now(device: torch.device) -> float | torch.cuda.Event:
@@ -115,13 +113,12 @@ class Stopwatch:
         if not self._is_read:
             return None
         seconds = dict.fromkeys(ROUND_PARTS, 0.0)
-        for name, spans in self._sections.items():
-            for begin, end in spans:
-                if isinstance(end, float):
-                    seconds[name] += end - begin
-                else:
-                    end.synchronize()
-                    seconds[name] += begin.elapsed_time(end) / 1000
+        for name, begin, end in self._sections:
+            if isinstance(end, float):
+                seconds[name] += end - begin
+            else:
+                end.synchronize()
+                seconds[name] += begin.elapsed_time(end) / 1000
         return seconds | {"total": time.perf_counter() - self._start}
 
 
@@ -155,11 +152,6 @@ class DecodedSequence:
         self.returns_details = bool(config.return_dict_in_generate)
         self._scores = [] if self.returns_details and config.output_scores else None
         self._logits = [] if self.returns_details and config.output_logits else None
-
-    @property
-    def budget(self) -> int:
-        """How many more tokens may be committed."""
-        return self.max_length - self.length
 
     def process(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """Scores: logits `[n, vocab]` from `position` on after the caller's processors, float32 beside the tokens."""
@@ -200,10 +192,13 @@ class DecodedSequence:
             tokens: new tokens.
             logits, scores: `[len(tokens) or more, vocab]`, what the target said at their positions.
         """
-        assert 0 < len(tokens) <= self.budget
+        assert 0 < len(tokens) <= self.max_length - self.length
         kept = 0
         while kept < len(tokens) and not self.finished:
-            self._record(logits[kept : kept + 1], scores[kept : kept + 1])
+            if self._logits is not None:
+                self._logits.append(logits[kept : kept + 1].to(self.tokens.device, torch.float32, copy=True))
+            if self._scores is not None:
+                self._scores.append(scores[kept : kept + 1].clone())
             kept += 1
             end = self.length + kept
             self.finished = tokens[kept - 1] in self._stop_tokens or end == self.max_length or self._is_stopped(end)
@@ -211,12 +206,6 @@ class DecodedSequence:
         if self._streamer is not None:
             self._streamer.put(torch.tensor([tokens[:kept]]))
         return kept
-
-    def _record(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        if self._logits is not None:
-            self._logits.append(logits.to(self.tokens.device, torch.float32, copy=True))
-        if self._scores is not None:
-            self._scores.append(scores.clone())
 
     def _is_stopped(self, end: int) -> bool:
         if len(self._criteria) == 0:

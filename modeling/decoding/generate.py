@@ -1,10 +1,6 @@
-"""`generate` of a draft's repository, for use without any package of ours:
+"""Decoding without our package: `target.generate(..., custom_generate="user/draft", draft="user/draft")`.
 
-```python
-target.generate(**inputs, custom_generate="user/draft", draft="user/draft", trust_remote_code=True)
-```
-
-Transformers copies this file alone, from the folder `custom_generate`: the loop comes with the draft.
+Transformers copies this file alone, from the folder `custom_generate` of a repository: the loop comes with the draft.
 """
 
 import importlib
@@ -16,31 +12,26 @@ from transformers import AutoModel
 
 # Where repositories are read from. They come for the code; a draft given by name is read in the same way.
 LOADING_SETTINGS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-
 # The draft that was last loaded by name for a target, and what it was loaded from.
 _loaded = weakref.WeakKeyDictionary()
 
 
-def generate(model, inputs=None, draft=None, draft_revision=None, revision=None, assistant_model=None, **kwargs):
+def generate(model, inputs=None, draft=None, draft_revision=None, revision=None, **kwargs):
     """Decodes with a block-parallel draft, see its `block_decode`; the tokens are those of the target alone.
 
     Args:
         model, inputs: the target and the prompts `[batch, prompt]`, which may be called `input_ids` too.
         draft: the draft for this target, loaded, or the name of its repository or directory. By name it runs the code
             of that repository, is put beside the target's head, and is kept for further calls with the same target.
-        draft_revision: commit, branch or tag of a draft given by name; default is `revision`, so that pinning the code
-            of a repository pins its draft, whose code runs too. A draft of another repository has its own.
-        revision: that of the repository with this code, from where `generate` loaded this function.
-        assistant_model: must be `None`; transformers' own assisted decoding has this name for its draft.
+        draft_revision: commit, branch or tag of a draft given by name. Default is `revision`, that of the repository
+            with this code: pinning it pins its draft, whose code runs too. A draft of another repository has its own.
         kwargs: all that `generate` takes, `streamer`, `tokenizer` and `confidence_schedule` included.
-
-    Raises:
-        ValueError: without a draft, with one under another name, or as the draft's `block_decode`.
     """
-    if assistant_model is not None:
-        raise ValueError("This `custom_generate` takes its draft as `draft`: leave out `assistant_model`.")
     if draft is None:
-        raise ValueError("This `custom_generate` needs `draft`: a loaded draft, or the name of its repository.")
+        raise ValueError(
+            "This `custom_generate` needs `draft`: a loaded draft, or the name of its repository. It takes no other: "
+            "leave out `assistant_model`."
+        )
     settings = {name: kwargs.pop(name) for name in LOADING_SETTINGS if name in kwargs}
     if isinstance(draft, (str, os.PathLike)):
         draft = _load(model, str(draft), draft_revision or revision, settings)

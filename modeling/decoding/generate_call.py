@@ -1,12 +1,9 @@
-"""The two ways into a decoding loop, and what both of them do around it.
+"""The two ways into a decoding loop, which [`enter`] tells apart, and what both of them do around it.
 
 - `target.generate(..., custom_generate=block_decode, draft=draft)`: `generate` prepares its arguments and calls the
-  loop's function with them.
+  loop's function with them, which calls [`run`].
 - `block_decode(target, input_ids, draft=draft, ...)`: a user calls the loop's function, with the arguments of
   `generate`. That goes through `generate` as well, which prepares them and calls [`run`].
-
-[`enter`] tells the two apart. Both end in [`run`]: refuse what cannot be honoured, decode the rows of the batch one
-after another, join them.
 """
 
 import copy
@@ -34,7 +31,7 @@ from transformers.utils import ModelOutput
 from .decoding_state import TOKEN_TYPES, BlockDecodeOutput, DecodedSequence, Row, Rules
 from .transformers_internals import (
     encoded_kinds,
-    find_generate_call,
+    find_kept_arguments,
     holds_tokens,
     is_prepared,
     other_mode,
@@ -79,10 +76,10 @@ def enter(
     """Runs a loop whose function `generate` called, with prepared arguments, or a user, with those of `generate`."""
     if not is_prepared(rules.generation_config):
         return call_generate(loop, model, input_ids, **rules._asdict(), **kwargs)
-    if (call := find_generate_call(model)) is not None:
-        _check_kept_arguments(loop.name, model, call.assistant_model, call.synced_gpus)
-        rules = rules._replace(streamer=call.streamer if rules.streamer is None else rules.streamer)
-    return run(loop, rules.streamer, model, input_ids, *rules[:-1], **kwargs)
+    kept = find_kept_arguments(model)
+    _check_kept_arguments(loop.name, model, kept)
+    streamer = kept.get("streamer") if rules.streamer is None else rules.streamer
+    return run(loop, streamer, model, input_ids, *rules[:-1], **kwargs)
 
 
 def call_generate(
@@ -95,7 +92,7 @@ def call_generate(
             "`generate` cannot honour `token_healing` here, since it keeps no tokenizer beside a loop of ours: call "
             "`input_ids = model.heal_tokens(input_ids, tokenizer)` first and leave the setting out."
         )
-    _check_kept_arguments(loop.name, model, kwargs.get("assistant_model"), kwargs.get("synced_gpus"))
+    _check_kept_arguments(loop.name, model, kwargs)
     strings = _setting("stop_strings", model, kwargs)
     if strings is not None and tokenizer is not None:
         criteria = [*(stopping_criteria or ()), StopStringCriteria(tokenizer, strings)]
@@ -114,13 +111,13 @@ def _setting(name: str, model: PreTrainedModel, kwargs: dict) -> Any:
     return getattr(own, name) if value is None else value
 
 
-def _check_kept_arguments(name: str, model: PreTrainedModel, assistant_model: Any, synced_gpus: bool | None) -> None:
+def _check_kept_arguments(name: str, model: PreTrainedModel, arguments: dict) -> None:
     """Refuses what `generate` does not pass on to a loop: an assistant, and ranks that are kept in step."""
-    if assistant_model is not None:
+    if arguments.get("assistant_model") is not None:
         raise ValueError(
             f"{name} cannot use an assistant: leave out `assistant_model`; block_decode takes its draft as `draft`."
         )
-    if synced_gpus is None:
+    if (synced_gpus := arguments.get("synced_gpus")) is None:
         synced_gpus = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     if synced_gpus and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise ValueError(
@@ -133,7 +130,8 @@ def _check_kept_arguments(name: str, model: PreTrainedModel, assistant_model: An
 def run(
     loop: Loop, streamer, model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs
 ) -> DecodeOutput:
-    """Runs a loop on arguments that `generate` prepared. Raises a `ValueError` for what the loop cannot do."""
+    """Runs a loop on arguments that `generate` prepared: refuses what it cannot do, decodes the rows of the batch one
+    after another, joins them."""
     rules = Rules(logits_processor, stopping_criteria, generation_config, streamer)
     _check_call(loop.name, input_ids, rules, inputs)
     sequences = (DecodedSequence(row, rules) for row in split_rows(input_ids, inputs))

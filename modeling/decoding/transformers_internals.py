@@ -6,7 +6,7 @@ Each has a test of its name. Where a version changed one, the error names the ve
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from transformers import (
@@ -21,11 +21,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 TESTED_VERSION = "5.24"
 
+# What `generate` does not pass on to its loop.
+KEPT_ARGUMENTS = ("streamer", "assistant_model", "synced_gpus")
 # Modes of `generate` other than greedy search and sampling, and the settings that ask for them.
 OTHER_MODES = {
     "assisted_generation": "`prompt_lookup_num_tokens`, `use_mtp` or `assistant_early_exit`",
@@ -66,9 +67,6 @@ def relies_on(part: str) -> Iterator[None]:
         ) from error
 
 
-# `generate` and the loop that it calls
-
-
 def is_prepared(config: GenerationConfig | None) -> bool:
     """Whether `generate` prepared this configuration for a loop, rather than that a user passed it: on its own copy
     `generate` keeps the special tokens as tensors."""
@@ -79,16 +77,8 @@ def is_prepared(config: GenerationConfig | None) -> bool:
     return config is not None and mark in vars(config)
 
 
-class GenerateCall(NamedTuple):
-    """The arguments of a `generate` call that it does not pass on to its loop."""
-
-    streamer: BaseStreamer | None
-    assistant_model: Any
-    synced_gpus: bool | None
-
-
-def find_generate_call(model: PreTrainedModel) -> GenerateCall | None:
-    """The innermost `generate` call of `model` that is running, if any.
+def find_kept_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """The [`KEPT_ARGUMENTS`] of the innermost running `generate` call of `model`; none outside of one.
 
     This reads a stack frame, the one place that does. `generate` puts the prompt into its `streamer` but does not pass
     it on to a `custom_generate` function, whatever the signature of that function, so nothing else would ever put the
@@ -96,14 +86,12 @@ def find_generate_call(model: PreTrainedModel) -> GenerateCall | None:
     """
     with relies_on("GenerationMixin.generate"):
         code = inspect.unwrap(GenerationMixin.generate).__code__
-        if lacking := {"self", *GenerateCall._fields}.difference(code.co_varnames):
+        if lacking := {"self", *KEPT_ARGUMENTS}.difference(code.co_varnames):
             raise KeyError(*lacking)
     frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals["self"] is model:
-            return GenerateCall(*(frame.f_locals[name] for name in GenerateCall._fields))
+    while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is model):
         frame = frame.f_back
-    return None
+    return {} if frame is None else {name: frame.f_locals[name] for name in KEPT_ARGUMENTS}
 
 
 def other_mode(config: GenerationConfig) -> tuple[str, str] | None:
@@ -137,9 +125,6 @@ def take_any_prefix(processors: LogitsProcessorList) -> bool:
     )
 
 
-# The target's inputs
-
-
 def prepares_inputs_itself(model: PreTrainedModel) -> bool:
     """Whether the target's class prepares the inputs of its forwards in a way of its own."""
     with relies_on("GenerationMixin.prepare_inputs_for_generation"):
@@ -170,9 +155,6 @@ def rotary_steps(config: PreTrainedConfig, max_length: int) -> list[int]:
             elif "dynamic" in kind:
                 steps += range(config.max_position_embeddings, max_length)
     return sorted(steps)
-
-
-# Layers of a cache
 
 
 def holds_tokens(cache: Cache) -> bool:

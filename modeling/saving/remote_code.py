@@ -25,15 +25,12 @@ def write_remote_code(directory: str | os.PathLike, model_class: type, generate:
     directory can be saved again.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            The saved model's directory.
-        model_class (`type`):
-            The class that `AutoModel` is to find; `AutoConfig` is to find its `config_class`.
-        generate (`Callable`):
-            What `target.generate(..., custom_generate=directory)` is to call.
+        directory: of the saved model.
+        model_class: what `AutoModel` is to find; `AutoConfig` is to find its `config_class`.
+        generate: what `target.generate(..., custom_generate=directory)` is to call.
 
     Returns:
-        `dict[str, str]`: the config's `auto_map`.
+        The config's `auto_map`.
     """
     # Not the class of a config at hand: transformers loads that one from a copy of the modules of its own.
     classes = {"AutoConfig": model_class.config_class, "AutoModel": model_class}

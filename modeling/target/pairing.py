@@ -77,8 +77,7 @@ def find_mismatches(target: PreTrainedModel, config: PreTrainedConfig, found: di
             that is to be compared.
     """
     record = config.target or {}
-    for message in shape_faults(target, config):
-        yield _breaks(message)
+    yield from map(_breaks, shape_faults(target, config))
     if _differs("tokenizer_sha256", record, found):
         yield _breaks(
             f"`tokenizer` has another vocabulary than the one of the draft's target ({record.get('name_or_path')}): "

@@ -18,13 +18,8 @@ from ...configuration.configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUT
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """Finds the decoder layers of a causal language model.
-
-    Args:
-        target: any transformers causal LM, also a multimodal one (its text decoder is searched).
-
-    Returns:
-        The outermost `nn.ModuleList` of the decoder whose length is `num_hidden_layers`.
+    """The decoder layers of any transformers causal LM, also of a multimodal one: the outermost `nn.ModuleList` of its
+    text decoder whose length is `num_hidden_layers`.
 
     Raises:
         ValueError: if there is no such list, or more than one at the same depth.
@@ -97,7 +92,12 @@ class FeatureCapture:
         """Hooks one layer; the handle removes the hook."""
         places = [place for place, name in enumerate(self._layer_ids) if name == layer_id]
 
-        def keep(hidden_states: torch.Tensor):
+        def keep(hidden_states: torch.Tensor, versions: int) -> None:
+            # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
+            if threading.get_ident() != self._thread:
+                return
+            if hidden_states.dim() == 4:
+                hidden_states = hidden_states.mean(dim=versions)
             *shape, width = hidden_states.shape
             if self._features is None or layer_id == min(self._layer_ids):  # a forward begins
                 self._features = hidden_states.new_empty(*shape, len(self._layer_ids) * width)
@@ -108,20 +108,13 @@ class FeatureCapture:
             if layer_id == self._stop_after:
                 raise _LastLayerReached
 
-        # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
-        def keep_output(module, args, output):
-            if threading.get_ident() == self._thread:
-                hidden_states = output if isinstance(output, torch.Tensor) else output[0]
-                # Gemma 3n carries several versions of every state, in front of the batch.
-                keep(hidden_states.mean(dim=0) if hidden_states.dim() == 4 else hidden_states)
-
-        def keep_mean_of_streams(module, args):
-            if threading.get_ident() == self._thread:
-                keep(args[0].mean(dim=2))
+        def keep_output(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+            # Gemma 3n carries several versions of every state, in front of the batch.
+            keep(output if isinstance(output, torch.Tensor) else output[0], versions=0)
 
         if capture_point == LAYER_OUTPUT:
             return layer.register_forward_hook(keep_output)
-        return layer.attn_hc.register_forward_pre_hook(keep_mean_of_streams)
+        return layer.attn_hc.register_forward_pre_hook(lambda module, args: keep(args[0], versions=2))
 
 
 @contextmanager

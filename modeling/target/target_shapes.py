@@ -5,12 +5,6 @@ from collections.abc import Iterator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def check_shapes(target: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raises a `ValueError` with the first of the [`shape_faults`]."""
-    for message in shape_faults(target, config):
-        raise ValueError(message)
-
-
 def shape_faults(target: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     """Why a draft cannot work with a target, whatever its weights: an adapter that puts virtual tokens in front of the
     prompt, no LM head, another hidden size, depth, vocabulary or number of embedding rows.

@@ -40,7 +40,7 @@ class Seen(BaseStreamer):
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
         self.config, self.inputs = generation_config, inputs
-        self.call, self.other_call = (internals.find_generate_call(m) for m in (model, build_target("gpt2")))
+        self.kept, self.others = (internals.find_kept_arguments(m) for m in (model, build_target("gpt2")))
         return input_ids
 
     def put(self, value):
@@ -73,12 +73,12 @@ def test_generate_keeps_arguments_to_itself(monkeypatch):
     """Which its frame has, of the call of that model."""
     target, streamer = build_target("qwen3"), Seen()
     loop = seen_by_a_loop(target, input_ids=prompts(1)[0], streamer=streamer, synced_gpus=False)
-    assert loop.call == internals.GenerateCall(streamer, assistant_model=None, synced_gpus=False)
-    assert not {"streamer", "synced_gpus"} & loop.inputs.keys()
-    assert loop.other_call is None and internals.find_generate_call(target) is None
+    assert loop.kept == {"streamer": streamer, "assistant_model": None, "synced_gpus": False}
+    assert not loop.kept.keys() & loop.inputs.keys()
+    assert loop.others == internals.find_kept_arguments(target) == {}
     monkeypatch.setattr(GenerationMixin, "generate", lambda self, streamer=None, assistant_model=None: None)
     with changed("GenerationMixin.generate"):
-        internals.find_generate_call(target)
+        internals.find_kept_arguments(target)
 
 
 def test_get_generation_mode(monkeypatch):

@@ -5,7 +5,12 @@ from decoding_models import build_draft, build_target
 from peft import PromptTuningConfig, get_peft_model
 
 from blockdraft.modeling.target.target_identity import target_record
-from blockdraft.modeling.target.target_shapes import check_shapes
+from blockdraft.modeling.target.target_shapes import shape_faults
+
+
+def check_shapes(target, config):
+    for fault in shape_faults(target, config):
+        raise ValueError(fault)
 
 
 @pytest.fixture
