@@ -11,6 +11,7 @@ head says how likely each token is to be accepted; a `confidence_schedule` then 
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -150,8 +151,8 @@ def _decode_row(
     output = sequence.finish()
     output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
     if draft.confidence_head is not None and sequence.returns_details:
-        read = torch.cat([*confidence_logits, features.new_empty(0)]).cpu()  # all rounds at once
-        output.confidence_logits = [row.tolist() for row in read.split([len(row) for row in confidence_logits])]
+        values = iter(torch.cat([*confidence_logits, features.new_empty(0)]).tolist())  # all rounds in one read
+        output.confidence_logits = [list(islice(values, len(row))) for row in confidence_logits]
     output.seconds, output.cache = stopwatch.seconds(), target.cache
     return output
 
