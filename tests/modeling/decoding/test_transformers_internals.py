@@ -22,7 +22,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from blockdraft.modeling.decoding import transformers_internals as internals
-from blockdraft.modeling.kimi_k3.kimi_delta_attention import KimiDeltaAttentionCache
+from blockdraft.modeling.kimi_k3.kimi_delta_attention import KimiDeltaAttentionCacheLayer
 
 
 def changed(part: str):
@@ -187,8 +187,8 @@ def test_is_croppable(monkeypatch):
 
     assert internals.stuck_layers(filled(DynamicLayer(), OwnWithCrop())) == []
     assert internals.stuck_layers(filled(DynamicLayer(), Own(), Own())) == ["Own"]
-    monkeypatch.setattr(KimiDeltaAttentionCache, "is_croppable", False)
-    assert internals.stuck_layers(DynamicCache(config=build_target("k3").config)) == ["KimiDeltaAttentionCache"]
+    monkeypatch.setattr(KimiDeltaAttentionCacheLayer, "is_croppable", False)
+    assert internals.stuck_layers(DynamicCache(config=build_target("k3").config)) == ["KimiDeltaAttentionCacheLayer"]
     monkeypatch.delattr(DynamicLayer, "is_croppable")
     monkeypatch.delattr(DynamicLayer.__mro__[1], "is_croppable")
     with changed("CacheLayerMixin.is_croppable"):
