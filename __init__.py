@@ -7,7 +7,7 @@ name is loaded when it is first asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .auto_registration import register
+from .after_import import watch_imports
 
 if TYPE_CHECKING:  # for editors and type checkers
     from .configuration.build_deepseek_v41_dspark import (
@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .configuration.target_settings import build_target_layer_ids as build_target_layer_ids
     from .modeling.decoding.block_decoding import block_decode as block_decode
     from .modeling.decoding.confidence_schedule import ConfidenceThreshold as ConfidenceThreshold
-    from .modeling.decoding.confidence_schedule import CostTable as CostTable
-    from .modeling.decoding.confidence_schedule import measure_cost_table as measure_cost_table
+    from .modeling.decoding.cost_table import CostTable as CostTable
+    from .modeling.decoding.cost_table import measure_cost_table as measure_cost_table
     from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM as DeepseekV41ForCausalLM
     from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41Model as DeepseekV41Model
     from .modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel as DeepseekV41DSparkModel
@@ -47,7 +47,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "ConfidenceThreshold": "modeling.decoding.confidence_schedule",
-    "CostTable": "modeling.decoding.confidence_schedule",
+    "CostTable": "modeling.decoding.cost_table",
     "DSparkTrainer": "trainer.dspark_trainer",
     "DeepseekV41Config": "configuration.configuration_deepseek_v41",
     "DeepseekV41DSparkConfig": "configuration.configuration_deepseek_v41_dspark",
@@ -69,7 +69,7 @@ _MODULES = {
     "build_kimi_k3_dflash_target_kwargs": "configuration.build_kimi_k3_dflash",
     "build_target_layer_ids": "configuration.target_settings",
     "capture_features": "modeling.target.target_features",
-    "measure_cost_table": "modeling.decoding.confidence_schedule",
+    "measure_cost_table": "modeling.decoding.cost_table",
     "propose_mask_token_ids": "modeling.target.mask_tokens",
     "target_record": "modeling.target.target_identity",
 }
@@ -88,4 +88,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register()
+watch_imports()

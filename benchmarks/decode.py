@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from blockdraft.hub_cards.plots import BLUE, GREY, ORANGE
 from blockdraft.modeling.decoding.block_decoding import block_decode
-from blockdraft.modeling.decoding.plain_decoding import ROUND_PARTS
+from blockdraft.modeling.decoding.decoding_state import ROUND_PARTS
 from blockdraft.trainer.evaluation.decoding_report import markdown_table
 from blockdraft.trainer.loading import load_draft, load_target, new_draft
 

@@ -25,7 +25,8 @@ def imports_of(path: Path) -> set[str]:
             assert node.module.partition(".")[0] != "blockdraft", f"{path}: the package imports itself relatively"
             continue
         base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
-        module = ".".join(filter(None, base))
+        if not (module := ".".join(filter(None, base))):
+            continue  # `__version__` of the face
         names = [f"{module}.{alias.name}" for alias in node.names]
         found |= {name if (ROOT / f"{name.replace('.', '/')}.py").exists() else module for name in names}
     return found

@@ -42,7 +42,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {name for name in names if not name.startswith(f"{DIST_INFO}/")}
     expected = {f"blockdraft/{path.name}" for path in (*ROOT.glob("*.py"), ROOT / "py.typed")}
-    assert {"blockdraft/__init__.py", "blockdraft/__main__.py", "blockdraft/auto_registration.py"} <= expected
+    assert {"blockdraft/__init__.py", "blockdraft/__main__.py", "blockdraft/after_import.py"} <= expected
     for package in PACKAGES:
         expected |= {f"blockdraft/{path.relative_to(ROOT)}" for path in (ROOT / package).rglob("*.py")}
     expected |= {f"blockdraft/hub_cards/templates/{path.name}" for path in (ROOT / "hub_cards").glob("templates/*.md")}

@@ -125,14 +125,20 @@ for family in ("dflash", "dspark"):
     draft.config.target = None
     draft.config.capture_point = "layer_output"
     plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
-    for source in (name, f"{folder}/{family}_saved_again"):
-        arguments = {"custom_generate": source, "draft": draft, "trust_remote_code": True}
+    draft.save_pretrained(f"{folder}/{family}_for_qwen")
+    pairs = [(source, draft) for source in (name, f"{folder}/{family}_saved_again", f"{folder}/{family}_saved_now")]
+    pairs.append((f"{folder}/{family}_saved_now", f"{folder}/{family}_for_qwen"))  # by its name
+    for source, used in pairs:
+        arguments = {"custom_generate": source, "draft": used, "trust_remote_code": True}
         assert torch.equal(plain, target.generate(prompt, max_new_tokens=12, do_sample=False, **arguments))
 print("fine")
 """
 
 
 def test_the_code_that_shipped_still_runs(saved, tmp_path):
+    """Also where `generate` comes from a draft that is saved now."""
+    for family in FAMILIES:
+        AutoModel.from_pretrained(saved / f"{family}_draft").save_pretrained(saved / f"{family}_saved_now")
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", SHIPPED_CODE, str(saved)]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -1,23 +1,17 @@
 """Block decoding: a draft proposes a block of tokens, one target forward verifies it; the output stays the target's.
 
-One loop serves every block-parallel draft, greedy and sampling. Run it through `generate`, which prepares processors,
-stopping criteria and cache:
-
-```python
-output = target.generate(**inputs, custom_generate=block_decode, draft=draft, max_new_tokens=256)
-```
-
-Greedy decoding commits the target's own choices, so it equals plain greedy decoding up to numerical ties. Sampling
-follows Leviathan et al. 2023 (https://huggingface.co/papers/2211.17192, algorithm 1), so tokens keep the target's
-distribution. The target's cache needs nothing but `activate_past_recording` and `crop`.
+One loop serves every block-parallel draft. Greedy decoding commits the target's own choices, so it equals plain greedy
+decoding up to numerical ties. Sampling follows Leviathan et al. 2023 (https://huggingface.co/papers/2211.17192,
+algorithm 1), so tokens keep the target's distribution. The target's cache needs nothing but `activate_past_recording`
+and `crop`.
 
 A draft with a Markov head chooses its tokens one after the other, each biased by the one before. One with a confidence
 head says how likely each token is to be accepted; a `confidence_schedule` then cuts the block before verification.
 """
 
-import weakref
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -25,82 +19,158 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..target.cache_rollback import held_lengths, stuck_layers
-from ..target.pairing import check_pair
 from ..target.target_features import FeatureCapture, capture_features
-from .generate_call import (
-    BatchDecodeOutput,
-    BlockDecodeOutput,
-    Row,
-    call_generate,
-    check_call,
-    find_streamer,
-    is_prepared,
-    join_rows,
-    split_rows,
-)
-from .plain_decoding import CachedTarget, Stopwatch, TokenSequence, device_of, sample
-
-# Drafts with the target that they were last found to fit.
-_checked_pairs: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref] = weakref.WeakKeyDictionary()
+from ..target.target_shapes import shape_faults
+from .decoding_state import BlockDecodeOutput, CachedTarget, DecodedSequence, Rules, Stopwatch, device_of
+from .generate_call import DecodeOutput, Loop, enter
+from .transformers_internals import held_lengths, stuck_layers
+from .verification import match, verify
 
 
-def match(candidates: torch.LongTensor, target_tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy verification: keeps candidates as long as each is the target's own choice.
+def block_decode(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    draft: PreTrainedModel | None = None,
+    confidence_schedule: Callable[[list[float]], int] | None = None,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs,
+) -> DecodeOutput:
+    """Decodes with a block-parallel draft; the tokens are those of the target alone.
 
-    Args:
-        candidates: `[batch, n]` drafted tokens.
-        target_tokens: `[batch, n + 1]`, the target's choice at each candidate's position and after the last one.
+    Run it as `target.generate(**inputs, custom_generate=block_decode, draft=draft, max_new_tokens=256)`. A direct call
+    goes through `generate` as well and takes the same arguments; only that can end at `stop_strings`, since `generate`
+    does not pass the `tokenizer` on.
 
-    Returns:
-        `accepted` `[batch]`, how many leading candidates stay, and `next_token` `[batch]`, the choice after them.
-    """
-    accepted = (candidates == target_tokens[:, :-1]).cumprod(dim=-1).sum(dim=-1)
-    return accepted, target_tokens.gather(1, accepted[:, None]).squeeze(1)
-
-
-def verify(
-    candidates: torch.LongTensor, draft_probs: torch.Tensor, target_probs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling (Leviathan et al. 2023, algorithm 1), for any draft that knows its own distribution.
-
-    A candidate x stays with probability min(1, p(x) / q(x)). The first one that does not is replaced by a draw from
-    max(p - q, 0), normalised; when all stay, a bonus token is drawn from the last p.
+    The rows of a batch are decoded one after another, each without its padding and with a cache of its own, so each
+    gives what its prompt alone gives, and a batch takes the sum of their times; `max_time` is that of all together.
 
     Args:
-        candidates: `[batch, n]`, where row k was drawn from `draft_probs[:, k]`.
-        draft_probs: `[batch, n, vocab]` float32, q.
-        target_probs: `[batch, n + 1, vocab]` float32, p.
+        model: the target, any transformers causal LM whose cache can be cropped, on any devices.
+        input_ids: `[batch, prompt]` int64, padded on the left.
+        logits_processor: functions of prefix and scores; the draft's distribution passes them too, each slot with its
+            prefix.
+        stopping_criteria: checked after every token, so that an answer ends where plain decoding would end it.
+        generation_config: greedy or sampling, any number of returned sequences; what other modes need is refused.
+        draft: the block-parallel draft trained for this target; it may lie on another device.
+        confidence_schedule: how many of a round's candidates are worth verifying, given their calibrated confidences;
+            `None` for all. Candidate k may be decided by the first k + 1 confidences only, or sampling would favour
+            what the later ones favour. See `ConfidenceThreshold` and `CostTable`.
+        streamer: receives the tokens of each round; for one sequence.
+        model_kwargs: the target's inputs as `generate` prepares them, with an empty `cache`.
 
     Returns:
-        `accepted` `[batch]`, how many leading candidates stay, and `next_token` `[batch]`.
+        Sequences `[batch, prompt + new tokens]`, shorter answers filled up with the pad token. With
+        `return_dict_in_generate` a [`BlockDecodeOutput`], of a batch a [`BatchDecodeOutput`].
+
+    Raises:
+        ValueError: without a draft, with an `assistant_model`, `token_healing`, `synced_gpus`, settings of another
+            decoding mode or processors that count their calls, with a cache that is absent, filled or cannot be rolled
+            back, with a draft for a target of other shapes (see [`shape_faults`]), or with a `confidence_schedule` for
+            a draft without a confidence head.
     """
-    n = candidates.shape[1]
-    p = target_probs[:, :n].gather(-1, candidates[..., None]).squeeze(-1)
-    q = draft_probs.gather(-1, candidates[..., None]).squeeze(-1)
-    # Strict and without a division: a token the target excludes (p = 0) never passes.
-    accepted = (torch.rand_like(p) * q < p).cumprod(dim=-1).sum(dim=-1)
-
-    rows = torch.arange(len(candidates), device=candidates.device)
-    last = target_probs[rows, accepted]
-    if n > 0:
-        rejected = (accepted < n)[:, None]
-        residual = (last - draft_probs[rows, accepted.clamp(max=n - 1)] * rejected).clamp(min=0)
-        # p and q equal up to rounding leave no residual; a rejection has probability zero there.
-        last = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, last)
-    return accepted, sample(last)
+    if draft is None:
+        raise ValueError("block_decode needs `draft`: pass it to `generate` beside `custom_generate`.")
+    decode_rows = partial(_decode_rows, draft=draft, confidence_schedule=confidence_schedule)
+    rules = Rules(logits_processor, stopping_criteria, generation_config, streamer)
+    return enter(Loop("block_decode", decode_rows), model, input_ids, rules, model_kwargs)
 
 
-class Proposal(NamedTuple):
-    """What a draft says of the `n` candidates that it wrote into the sequence's buffer.
+def _decode_rows(
+    model: PreTrainedModel,
+    sequences: Iterable[DecodedSequence],
+    draft: PreTrainedModel,
+    confidence_schedule: Callable[[list[float]], int] | None,
+) -> list[BlockDecodeOutput]:
+    for fault in shape_faults(model, draft.config):
+        raise ValueError(fault)
+    if draft.compare_target is not None:
+        draft.compare_target(model)
+    if confidence_schedule is not None and draft.confidence_head is None:
+        raise ValueError(
+            "`confidence_schedule` cuts blocks where the draft's confidence is low, and this draft has no confidence "
+            "head: leave the schedule out, or train a draft with one."
+        )
+    with capture_features(model, draft.config.target_layer_ids, draft.config.capture_point) as capture:
+        return [_decode_row(model, draft, capture, sequence, confidence_schedule) for sequence in sequences]
 
-    Attributes:
-        probs: `[1, n, vocab]` float32, the distributions they were drawn from; `None` when greedy.
-        confidence_logits: `[n]` float32, raw; `None` without a confidence head.
-    """
 
-    probs: torch.Tensor | None = None
-    confidence_logits: torch.Tensor | None = None
+def _decode_row(
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    capture: FeatureCapture,
+    sequence: DecodedSequence,
+    confidence_schedule: Callable[[list[float]], int] | None,
+) -> BlockDecodeOutput:
+    """A prefill, then rounds: draft, choose how many to verify, verify, commit, roll the cache back, read features."""
+    stopwatch, accepted_lengths, verified_lengths, confidence_logits = Stopwatch(sequence.returns_details), [], [], []
+    with torch.inference_mode():
+        max_length = sequence.max_length + draft.config.block_size
+        target = CachedTarget(model, capture.run, max_length, stopwatch, sequence.row)
+        drafter = _Drafter(draft, target, stopwatch)
+        target.cache.activate_past_recording()
+        logits = target.prefill()
+        _check_rollback(target)
+        target.cache.crop(0)
+        features = drafter.visible_rows(capture.features(drafter.device))
+        sequence.commit_next(logits)
+
+        while not sequence.finished:
+            anchor = sequence.length - 1
+            n = min(drafter.num_candidates, sequence.max_length - sequence.length - 1)
+            probs, confidence = drafter.propose(sequence, features, n) if n > 0 else (None, None)
+            confidence_logits.append(features.new_empty(0) if confidence is None else confidence)
+            if confidence_schedule is not None and n > 0:
+                n = confidence_schedule(drafter.calibrate(confidence))
+            n = min(n, target.longest_block(anchor) - 1)
+            tokens = sequence.tokens[:, : sequence.length + n]
+            logits = target.forward(tokens, anchor)
+            with stopwatch.section("match", target.device):
+                scores, candidates = sequence.process(logits, sequence.length), tokens[:, sequence.length :]
+                if probs is None:  # greedy, or nothing was drafted
+                    accepted, next_token = match(candidates, sequence.choose(scores)[0][None])
+                else:
+                    accepted, next_token = verify(candidates, probs[:, :n], scores.softmax(dim=-1)[None])
+                # The round's one synchronisation with the device, but for a schedule's.
+                *drafted, bonus, count = torch.cat([candidates[0], next_token, accepted]).tolist()
+            with stopwatch.section("commit", target.device):
+                sequence.tokens[:, sequence.length + count] = bonus
+                kept = sequence.commit([*drafted[:count], bonus], logits, scores)
+                accepted_lengths.append(kept)
+                verified_lengths.append(1 + n)
+            with stopwatch.section("rollback", target.device):
+                target.cache.crop(kept - 1 - n)
+            with stopwatch.section("features", target.device):
+                features = capture.features(drafter.device)
+                # The block's are the last rows: a forward may have computed those before anew.
+                start = features.shape[1] - 1 - n
+                features = features[:, start : start + kept]
+
+    output = sequence.finish()
+    output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
+    if draft.confidence_head is not None and sequence.returns_details:
+        values = iter(torch.cat([*confidence_logits, features.new_empty(0)]).tolist())  # all rounds in one read
+        output.confidence_logits = [list(islice(values, len(row))) for row in confidence_logits]
+    output.seconds, output.cache = stopwatch.seconds(), target.cache
+    return output
+
+
+def _check_rollback(target: CachedTarget) -> None:
+    """Refuses a target whose filled cache cannot take rejected tokens back."""
+    if stuck := stuck_layers(target.cache):
+        raise ValueError(
+            f"block_decode takes back rejected tokens, but layers {stuck} of the target's cache keep a state without "
+            "a record of the past. Decode this target without a draft, or give it cache layers that support "
+            "`activate_past_recording` and `crop`."
+        )
+    if len(lengths := held_lengths(target.cache)) > 1:
+        raise ValueError(
+            f"block_decode takes back rejected tokens, but layers of the target's cache hold {lengths} rows: some are "
+            "of an image that cross-attention reads, not of tokens. Decode this prompt without a draft, or without "
+            "its images."
+        )
 
 
 class _Drafter:
@@ -131,49 +201,54 @@ class _Drafter:
             temperatures = config.confidence_temperatures or [1.0] * config.block_size
             self._temperatures = torch.tensor(temperatures, device=self.device)
 
-    def read_prompt(self, features: torch.Tensor) -> torch.Tensor:
-        """Features `[1, prompt, features]` without the rows that the mask hides."""
+    def visible_rows(self, features: torch.Tensor) -> torch.Tensor:
+        """The prompt's features `[1, prompt, features]` without the rows that its mask hides."""
         if self._hidden == 0:
             return features
         return features[:, self.target.mask[0, : features.shape[1]].bool().to(features.device)]
 
-    def propose(self, sequence: TokenSequence, features: torch.Tensor, n: int) -> Proposal:
+    def propose(
+        self, sequence: DecodedSequence, features: torch.Tensor, n: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Drafts `n` candidates into the sequence's buffer.
 
         Args:
             sequence: its last committed token is the anchor, which the target has not run yet.
             features: `[1, new tokens, features]`, the target's hidden states of the tokens verified last.
             n: number of candidates wanted, at most `num_candidates`; the block keeps its full size.
+
+        Returns:
+            The probabilities `[1, n, vocab]` float32 that they were drawn from, or `None` when greedy, and their raw
+            confidence logits `[n]` float32, or `None` without a confidence head.
         """
-        draft, lap = self.draft, self._stopwatch.lap
+        draft, section = self.draft, self._stopwatch.section
         output = self._run_block(sequence, features)
         slots = slice(self._first_slot, self._first_slot + n)
-        with lap("draft", self.device):
+        with section("draft", self.device):
             hidden = output.last_hidden_state[:, slots].to(device_of(self._lm_head, self.target.device))
             logits = draft.compute_logits(hidden, self._lm_head)[0]
 
         # Slot by slot where a slot needs the tokens before it.
         step = n if sequence.prefix_free and not draft.drafts_in_sequence else 1
-        weights = []
-        for k in range(0, n, step):
-            position = sequence.length + k
-            rows = logits[k : k + step]
+        probs, position = [], sequence.length
+        for rows, states in zip(logits.split(step), hidden[0].split(step), strict=True):
             if draft.drafts_in_sequence:
-                with lap("draft", self.device):
-                    token = sequence.tokens[:, position - 1].to(self.device)
-                    rows = draft.slot_logits(rows, token, hidden[0, k : k + step])
-            with lap("choose", self.device):
-                weights.append(sequence.weigh(sequence.score(rows, position)))
-                sequence.tokens[:, position : position + step] = sequence.choose(weights[-1])
+                with section("draft", self.device):
+                    rows = draft.slot_logits(rows, sequence.tokens[:, position - 1].to(self.device), states)
+            with section("choose", self.device):
+                tokens, drawn_from = sequence.choose(sequence.process(rows, position))
+                sequence.tokens[:, position : position + step] = tokens
+                probs.append(drawn_from)
+            position += step
 
         confidence = None
         if draft.confidence_head is not None:
-            with lap("draft", self.device):
+            with section("draft", self.device):
                 previous = sequence.tokens[0, sequence.length - 1 : sequence.length - 1 + n].to(self.device)
                 confidence = draft.confidence_logits(output.confidence_states[0, slots], previous)
-        return Proposal(torch.cat(weights)[None] if sequence.do_sample else None, confidence)
+        return torch.cat(probs)[None] if sequence.do_sample else None, confidence
 
-    def _run_block(self, sequence: TokenSequence, features: torch.Tensor) -> ModelOutput:
+    def _run_block(self, sequence: DecodedSequence, features: torch.Tensor) -> ModelOutput:
         start = sequence.length - self.known - self._hidden
         if self._held is not None:
             features = torch.cat([self._held, features], dim=1)
@@ -183,7 +258,7 @@ class _Drafter:
         end = start + self._block.shape[1]
 
         self._cache.set_previous_accepted_tokens(new)
-        with self._stopwatch.lap("draft", self.device):
+        with self._stopwatch.section("draft", self.device):
             embeds = self.draft.embed_block(self._block, self._embed_tokens)
             output = self.draft(
                 noise_embeds=embeds.to(self.device),
@@ -191,163 +266,12 @@ class _Drafter:
                 position_ids=self._positions[:, self._context_length : end],
                 cache=self._cache,
             )
-        with self._stopwatch.lap("rollback", self.device):
+        with self._stopwatch.section("rollback", self.device):
             # The block's rows are noise and leave the cache; the context's stay and are never computed again.
             self._cache.crop(-self._block.shape[1])
         self._context_length = start
         return output
 
-    def confidences(self, logits: torch.Tensor) -> list[float]:
+    def calibrate(self, logits: torch.Tensor) -> list[float]:
         """Calibrated probabilities that a candidate is accepted if those before it are. Waits for the device."""
         return (logits / self._temperatures[: len(logits)]).sigmoid().tolist()
-
-
-def _check_pair_once(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    checked = _checked_pairs.get(draft)
-    if checked is None or checked() is not target:
-        check_pair(target, draft)
-        _checked_pairs[draft] = weakref.ref(target)
-
-
-def block_decode(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor | None = None,
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: StoppingCriteriaList | None = None,
-    generation_config: GenerationConfig | None = None,
-    draft: PreTrainedModel | None = None,
-    confidence_schedule: Callable[[list[float]], int] | None = None,
-    streamer: BaseStreamer | None = None,
-    **model_kwargs,
-) -> BlockDecodeOutput | BatchDecodeOutput | torch.LongTensor:
-    """Decodes with a block-parallel draft; the tokens are those of the target alone.
-
-    Meant for `target.generate(..., custom_generate=block_decode, draft=draft)`. A direct call goes through `generate`
-    as well and takes the same arguments; only so can it end at `stop_strings`, since `generate` keeps the `tokenizer`
-    from a `custom_generate` function.
-
-    The rows of a batch are decoded one after another, each without its padding and with a cache of its own, so each
-    gives what its prompt alone gives, and a batch takes the sum of their times; `max_time` is that of all together.
-
-    Args:
-        model: the target, any transformers causal LM whose cache can be cropped, on any devices.
-        input_ids: `[batch, prompt]` int64, padded on the left.
-        logits_processor: functions of prefix and scores; the draft's distribution passes them too, each slot with its
-            prefix.
-        stopping_criteria: checked after every token, so that an answer ends where plain decoding would end it.
-        generation_config: greedy or sampling, any number of returned sequences; what other modes need is refused.
-        draft: the block-parallel draft trained for this target; it may lie on another device.
-        confidence_schedule: how many of a round's candidates are worth verifying, given their calibrated confidences;
-            `None` for all. Candidate k may be decided by the first k + 1 confidences only, or sampling would favour
-            what the later ones favour. See [`ConfidenceThreshold`] and [`CostTable`].
-        streamer: receives the tokens of each round; for one sequence.
-        model_kwargs: the target's inputs as `generate` prepares them, with an empty `cache`.
-
-    Returns:
-        Sequences `[batch, prompt + new tokens]`, shorter answers filled up with the pad token. With
-        `return_dict_in_generate` a [`BlockDecodeOutput`], of a batch a [`BatchDecodeOutput`].
-
-    Raises:
-        ValueError: without a draft, with an `assistant_model`, `token_healing`, `synced_gpus`, settings of another
-            decoding mode or processors that count their calls, with a cache that is absent, filled or cannot be rolled
-            back, with a draft that belongs to another target (see [`check_pair`]), or with a `confidence_schedule`
-            for a draft without a confidence head.
-    """
-    if draft is None:
-        raise ValueError("block_decode needs `draft`: pass it to `generate` beside `custom_generate`.")
-    prepared = (logits_processor, stopping_criteria, generation_config)
-    if not is_prepared(*prepared, model_kwargs):
-        model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-        model_kwargs |= {"generation_config": generation_config, "confidence_schedule": confidence_schedule}
-        return call_generate(block_decode, model, input_ids, streamer, draft=draft, **model_kwargs)
-    streamer = find_streamer("block_decode", model, streamer)
-    check_call("block_decode", input_ids, *prepared, streamer, model_kwargs)
-    _check_pair_once(model, draft)
-    if confidence_schedule is not None and draft.confidence_head is None:
-        raise ValueError(
-            "`confidence_schedule` cuts blocks where the draft's confidence is low, and this draft has no confidence "
-            "head: leave the schedule out, or train a draft with one."
-        )
-    outputs = []
-    with capture_features(model, draft.config.target_layer_ids, draft.config.capture_point) as capture:
-        for row in split_rows(input_ids, model_kwargs):
-            sequence = TokenSequence(row, *prepared, streamer)
-            outputs.append(_decode_row(model, draft, capture, row, sequence, confidence_schedule))
-    return join_rows(outputs, generation_config)
-
-
-def _decode_row(
-    model: PreTrainedModel,
-    draft: PreTrainedModel,
-    capture: FeatureCapture,
-    row: Row,
-    sequence: TokenSequence,
-    confidence_schedule: Callable[[list[float]], int] | None,
-) -> BlockDecodeOutput:
-    stopwatch, accepted_lengths, verified_lengths, confidence_logits = Stopwatch(), [], [], []
-    with torch.inference_mode():
-        target = CachedTarget(model, capture.run, sequence.max_length + draft.config.block_size, stopwatch, row)
-        drafter = _Drafter(draft, target, stopwatch)
-        target.cache.activate_past_recording()
-        logits = target.prefill()
-        if stuck := stuck_layers(target.cache):
-            raise ValueError(
-                f"block_decode takes back rejected tokens, but layers {stuck} of the target's cache keep a state "
-                "without a record of the past. Decode this target without a draft, or give it cache layers that "
-                "support `activate_past_recording` and `crop`."
-            )
-        if len(lengths := held_lengths(target.cache)) > 1:
-            raise ValueError(
-                f"block_decode takes back rejected tokens, but layers of the target's cache hold {lengths} rows: some "
-                "are of an image that cross-attention reads, not of tokens. Decode this prompt without a draft, or "
-                "without its images."
-            )
-        target.cache.crop(0)
-        features = drafter.read_prompt(capture.features(drafter.device))
-        sequence.commit_next(logits)
-
-        while not sequence.finished:
-            anchor = sequence.length - 1
-            n = min(drafter.num_candidates, sequence.budget - 1)
-            proposal = drafter.propose(sequence, features, n) if n > 0 else Proposal()
-            confidence_logits.append(proposal.confidence_logits)
-            if confidence_schedule is not None and n > 0:
-                n = confidence_schedule(drafter.confidences(proposal.confidence_logits))
-            n = min(n, target.span(anchor) - 1)
-            tokens = sequence.tokens[:, : sequence.length + n]
-            logits = target.forward(tokens, anchor)
-            with stopwatch.lap("match", target.device):
-                scores = sequence.score(logits, sequence.length)
-                weights, candidates = sequence.weigh(scores), tokens[:, sequence.length :]
-                if proposal.probs is None:
-                    accepted, next_token = match(candidates, sequence.choose(weights)[None])
-                else:
-                    accepted, next_token = verify(candidates, proposal.probs[:, :n], weights[None])
-                # The round's one synchronisation with the device, but for a schedule's.
-                *drafted, bonus, count = torch.cat([candidates[0], next_token, accepted]).tolist()
-            with stopwatch.lap("commit", target.device):
-                sequence.tokens[:, sequence.length + count] = bonus
-                kept = sequence.commit([*drafted[:count], bonus], logits, scores)
-                accepted_lengths.append(kept)
-                verified_lengths.append(1 + n)
-            with stopwatch.lap("rollback", target.device):
-                target.cache.crop(kept - 1 - n)
-            with stopwatch.lap("features", target.device):
-                features = capture.features(drafter.device)
-                # The block's are the last rows: a forward may have computed those before anew.
-                start = features.shape[1] - 1 - n
-                features = features[:, start : start + kept]
-
-    output = sequence.finish()
-    output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
-    if draft.confidence_head is not None:
-        output.confidence_logits = _read_together(confidence_logits)
-    output.seconds, output.cache = stopwatch.seconds(), target.cache
-    return output
-
-
-def _read_together(rows: list[torch.Tensor | None]) -> list[list[float]]:
-    """Rows `[n]` of differing length as lists, from one read of the device; `None` is an empty row."""
-    filled = [row for row in rows if row is not None]
-    values = iter(torch.cat(filled).tolist() if filled else ())
-    return [[] if row is None else [next(values) for _ in range(len(row))] for row in rows]

@@ -14,6 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ...configuration.configuration_draft import DraftConfig
+from ..decoding.block_decoding import block_decode
+from ..decoding.generate import generate
 from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
 from .block_plan import BlockPlan
@@ -86,6 +88,14 @@ class DraftPreTrainedModel(PreTrainedModel):
     heads_per_key = 1
     # Whether a slot's logits depend on the token that was chosen for the slot before it.
     drafts_in_sequence = False
+    # Set where this package is installed, absent from a draft that came with its own code: `compare_target(target)`
+    # warns of a target with other weights than in training, `publisher(repo_id, ...)` uploads the draft with a card.
+    compare_target: Callable[[PreTrainedModel], None] | None = None
+    publisher: Callable | None = None
+
+    def block_decode(self, target: PreTrainedModel, input_ids: torch.LongTensor | None = None, **kwargs):
+        """[`block_decode`] with this draft: `target.generate(input_ids, **kwargs)`, the same tokens in less time."""
+        return block_decode(target, input_ids, draft=self, **kwargs)
 
     def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> torch.Tensor:
         """
@@ -308,7 +318,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             save(save_directory, is_main_process=is_main_process)
         else:
             with staged_directory(save_directory) as staging:
-                self.config.auto_map = write_remote_code(staging, self._saved_class())
+                self.config.auto_map = write_remote_code(staging, self._saved_class(), generate)
                 save(staging)
                 written = {file.name for file in staging.iterdir()}
             _remove_stale_weights(Path(save_directory), written)
@@ -317,7 +327,8 @@ class DraftPreTrainedModel(PreTrainedModel):
 
     def push_to_hub(self, repo_id: str, **kwargs):
         """
-        Uploads weights, config, code and a fresh card to the Hub, in one commit.
+        Uploads weights, config, code and a fresh card to the Hub, in one commit; without a card where this package is
+        not installed.
 
         Args:
             repo_id (`str`): `name` or `owner/name`; the repository is made if there is none.
@@ -330,11 +341,9 @@ class DraftPreTrainedModel(PreTrainedModel):
         Raises:
             OSError: if the Hub refuses or stays out of reach; one line with the cause and what to do.
         """
-        try:
-            from blockdraft.hub_cards.upload import publish_model
-        except ModuleNotFoundError:  # the draft came with the code beside it: no card then
+        if self.publisher is None:
             return super().push_to_hub(repo_id, **kwargs)
-        return publish_model(self, repo_id, **kwargs)
+        return self.publisher(repo_id, **kwargs)
 
     def _saved_class(self) -> type:
         """The draft's class; FSDP2 gives every module a class of its own, derived from it."""

@@ -10,14 +10,11 @@ from pathlib import Path
 @contextmanager
 def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
     """
-    Yields an empty directory to write files into; on leaving it they are synced to disk and renamed into `directory`.
+    Yields an empty directory to write files into; on leaving it they are synced to disk and renamed into `directory`,
+    which is made if absent and keeps its files of other names.
 
     A crash leaves each file of `directory` as it was or as it is to be, never half written. `config.json` comes last,
     so a new directory that has it is complete. On an exception nothing is moved.
-
-    Args:
-        directory (`str` or `os.PathLike`):
-            Where the files go, those in folders too. Made if absent; files of other names in it stay.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

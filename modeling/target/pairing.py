@@ -1,12 +1,17 @@
 """Whether a draft and a target belong together: the draft's configuration remembers the target it was trained for."""
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .target_identity import is_other_revision, target_record
+from .target_shapes import shape_faults
+
+# Drafts with the target that they were last compared with.
+_compared: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref] = weakref.WeakKeyDictionary()
 
 
 class Mismatch(NamedTuple):
@@ -54,6 +59,14 @@ def check_pair(
         warnings.warn(mismatch.message, stacklevel=2)
 
 
+def compare_target(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """[`check_pair`], unless this is the target that the draft was last compared with: reading weights takes time."""
+    last = _compared.get(draft)
+    if last is None or last() is not target:
+        check_pair(target, draft)
+        _compared[draft] = weakref.ref(target)
+
+
 def find_mismatches(target: PreTrainedModel, config: PreTrainedConfig, found: dict) -> Iterator[Mismatch]:
     """What [`check_pair`] raises and warns of, those that break the pair first.
 
@@ -64,28 +77,7 @@ def find_mismatches(target: PreTrainedModel, config: PreTrainedConfig, found: di
             that is to be compared.
     """
     record = config.target or {}
-    if any(adapter.is_prompt_learning for adapter in getattr(target, "peft_config", {}).values()):
-        yield _breaks(
-            "The target's adapter puts virtual tokens in front of every prompt, for which no draft has positions. Use "
-            "an adapter that changes weights (LoRA and the like), or the target without it."
-        )
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    if target.get_output_embeddings() is None:
-        yield _breaks(
-            f"{found['architecture']} has no LM head, which turns a draft's states into logits: load the target with "
-            "`AutoModelForCausalLM`."
-        )
-    for setting, expected, actual in (
-        ("hidden_size", config.target_hidden_size or config.hidden_size, found["hidden_size"]),
-        ("num_target_layers", config.num_target_layers, found["num_hidden_layers"]),
-        ("vocab_size", config.vocab_size, vocab_size),
-        ("target.embedding_rows", record.get("embedding_rows"), found["embedding_rows"]),
-    ):
-        if expected is not None and expected != actual:
-            yield _breaks(
-                f"The draft was made for a target with `{setting}`={expected}, {found['architecture']} has {actual}. "
-                f"Load the target it names ({record.get('name_or_path') or 'none'}), or train a draft for this one."
-            )
+    yield from map(_breaks, shape_faults(target, config))
     if _differs("tokenizer_sha256", record, found):
         yield _breaks(
             f"`tokenizer` has another vocabulary than the one of the draft's target ({record.get('name_or_path')}): "

@@ -18,13 +18,8 @@ from ...configuration.configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUT
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """Finds the decoder layers of a causal language model.
-
-    Args:
-        target: any transformers causal LM, also a multimodal one (its text decoder is searched).
-
-    Returns:
-        The outermost `nn.ModuleList` of the decoder whose length is `num_hidden_layers`.
+    """The decoder layers of any transformers causal LM, also of a multimodal one: the outermost `nn.ModuleList` of its
+    text decoder whose length is `num_hidden_layers`.
 
     Raises:
         ValueError: if there is no such list, or more than one at the same depth.
@@ -60,11 +55,13 @@ class FeatureCapture:
         self._layer_ids = list(layer_ids)
         self._stop_after = max(layer_ids) if stop_after_last else None
         self._thread = threading.get_ident()
-        self._captured: dict[int, torch.Tensor] = {}
+        # All layers' states side by side, as they come: held once, not once more while they are concatenated.
+        self._features: torch.Tensor | None = None
+        self._missing: set[int] = set()
 
     def run(self, *args, **kwargs):
         """Calls the target. Returns its output, or `None` where `stop_after_last` ended the forward."""
-        self._captured.clear()
+        self._features = None
         try:
             return self._target(*args, **kwargs)
         except _LastLayerReached:
@@ -74,42 +71,50 @@ class FeatureCapture:
         """Hands over the captured hidden states; they are forgotten here, so each forward is read once.
 
         Args:
-            device: where to concatenate; default: the first captured layer's (layers may lie on several devices).
+            device: where to put them; default: where the lowest of the layers runs (they may lie on several devices).
 
         Returns:
             `[batch, sequence, len(layer_ids) * hidden_size]` in the target's dtype, in the order of `layer_ids`.
 
         Raises:
-            RuntimeError: if no target forward ran since the last call.
+            RuntimeError: if no target forward went through the layers since the last call.
         """
-        if not self._captured:
-            raise RuntimeError("No features: the target has not run in this thread since they were last read.")
-        captured, self._captured = self._captured, {}
-        device = device or captured[self._layer_ids[0]].device
-        return torch.cat([captured[layer_id].to(device) for layer_id in self._layer_ids], dim=-1)
+        if self._features is None or self._missing:
+            raise RuntimeError(
+                "No features: the target has not run in this thread since they were last read, or its forward ended "
+                "early. Nor are there any where it was compiled (`torch.compile`) before its hooks were set: compiled "
+                "code does not call them, so pass the model as it was before."
+            )
+        features, self._features = self._features, None
+        return features if device is None else features.to(device)
 
     def register(self, layer: nn.Module, layer_id: int, capture_point: str) -> RemovableHandle:
         """Hooks one layer; the handle removes the hook."""
+        places = [place for place, name in enumerate(self._layer_ids) if name == layer_id]
 
-        def keep(hidden_states: torch.Tensor):
-            self._captured[layer_id] = hidden_states
+        def keep(hidden_states: torch.Tensor, versions: int) -> None:
+            # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
+            if threading.get_ident() != self._thread:
+                return
+            if hidden_states.dim() == 4:
+                hidden_states = hidden_states.mean(dim=versions)
+            *shape, width = hidden_states.shape
+            if self._features is None or layer_id == min(self._layer_ids):  # a forward begins
+                self._features = hidden_states.new_empty(*shape, len(self._layer_ids) * width)
+                self._missing = set(self._layer_ids)
+            for place in places:
+                self._features[..., place * width : (place + 1) * width] = hidden_states
+            self._missing.discard(layer_id)
             if layer_id == self._stop_after:
                 raise _LastLayerReached
 
-        # Another thread may run the same target (a server, a second evaluation): its forward is not ours.
-        def keep_output(module, args, output):
-            if threading.get_ident() == self._thread:
-                hidden_states = output if isinstance(output, torch.Tensor) else output[0]
-                # Gemma 3n carries several versions of every state, in front of the batch.
-                keep(hidden_states.mean(dim=0) if hidden_states.dim() == 4 else hidden_states)
-
-        def keep_mean_of_streams(module, args):
-            if threading.get_ident() == self._thread:
-                keep(args[0].mean(dim=2))
+        def keep_output(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+            # Gemma 3n carries several versions of every state, in front of the batch.
+            keep(output if isinstance(output, torch.Tensor) else output[0], versions=0)
 
         if capture_point == LAYER_OUTPUT:
             return layer.register_forward_hook(keep_output)
-        return layer.attn_hc.register_forward_pre_hook(keep_mean_of_streams)
+        return layer.attn_hc.register_forward_pre_hook(lambda module, args: keep(args[0], versions=2))
 
 
 @contextmanager

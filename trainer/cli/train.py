@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ..training_settings import TrainingSettings, setting
-from .arguments import DRAFT_REVISION, MAX_LENGTH, TEMPLATE_KWARGS, TargetArguments, read_json
+from .arguments import DRAFT_REVISION, DataArguments, TargetArguments
 
 if TYPE_CHECKING:
     from ..training_args import DraftTrainingArguments
@@ -90,50 +90,6 @@ class LoraArguments:
 
     def _given(self) -> dict:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
-
-
-@dataclass
-class DataArguments:
-    """Chat rows and how they become token rows."""
-
-    train_data: list[str] = setting(
-        "Chat rows to train on: .jsonl, .json, .parquet, or Hub datasets: owner/name[@revision][/config][:split]."
-    )
-    data_mix: list[float] | None = setting(
-        "Share of each source in train_data; short ones start again until all rows have been seen. Default: every row "
-        "once.",
-        default=None,
-    )
-    streaming: bool = setting(
-        "Read and encode train_data while training; needs max_steps and eval_data.", default=False
-    )
-    shuffle_buffer: int = setting("streaming: number of rows among which the next one is drawn.", default=1000)
-    packing: bool = setting("Pack the rows to train on into rows of max_length tokens.", default=False)
-    num_proc: int | None = setting("Processes that encode rows.", default=None)
-    eval_data: list[str] | None = setting("Held-out chat rows.", default=None)
-    eval_fraction: float = setting("Share of the training rows held out if there is no eval_data.", default=0.02)
-    max_length: int = setting(MAX_LENGTH, default=4096)
-    assistant_turns: str = setting("Turns that are learned: all or last.", default="all")
-    train_on_thinking: bool = setting("Learn an answer's thinking block instead of only reading it.", default=True)
-    thinking_tags: list[str] | None = setting(
-        "What opens and what closes a thinking block (<think> </think>).", default=None
-    )
-    stop_token_ids: list[int] | None = setting("Tokens that end a turn (the tokenizer's eos).", default=None)
-    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
-    max_bad_fraction: float = setting("Share of rows that may be unreadable.", default=0.0)
-
-    def __post_init__(self):
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
-        if self.data_mix and len(self.data_mix) != len(self.train_data):
-            raise ValueError(
-                f"`data_mix` has {len(self.data_mix)} shares for {len(self.train_data)} sources in `train_data`."
-            )
-        if self.streaming and not self.eval_data:
-            raise ValueError("`streaming` holds no rows out: give `eval_data`.")
-        if not self.eval_data and not 0 < self.eval_fraction < 1:
-            raise ValueError(
-                f"`eval_fraction` is {self.eval_fraction}: it must lie between 0 and 1, or give `eval_data`."
-            )
 
 
 @dataclass

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from ..data.dataset import mix, prepare_dataset, prepare_stream
 from ..data.packing import pack_rows
 from ..training_args import DraftTrainingArguments
-from .train import DataArguments
+from .arguments import DataArguments
 
 logger = logging.get_logger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.decoding.plain_decoding import device_of
+from ...modeling.decoding.decoding_state import device_of
 from ...modeling.draft.anchors import legal_anchors, legal_dspark_anchors, sample_anchors
 from ...modeling.draft.block_targets import build_block_inputs, build_block_targets
 from ...modeling.target.target_features import capture_features, decoder_layers

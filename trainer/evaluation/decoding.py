@@ -18,7 +18,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from ...modeling.decoding.block_decoding import block_decode
-from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable, measure_cost_table
+from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
+from ...modeling.decoding.cost_table import CostTable, measure_cost_table
 from ...modeling.decoding.plain_decoding import plain_decode
 from ..data.loss_mask import supervised_runs
 from .decoding_report import GREEDY, OFF, Answer, DecodingReport

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from decoding_models import (
@@ -23,11 +25,13 @@ from transformers import (
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from blockdraft.modeling.decoding import block_decoding
-from blockdraft.modeling.decoding.block_decoding import block_decode, match, verify
+from blockdraft.modeling.decoding import block_decoding, decoding_state
+from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
 from blockdraft.modeling.kimi_k3.kimi_delta_attention import KimiDeltaAttentionCacheLayer
+from blockdraft.modeling.target import pairing
 from blockdraft.modeling.target.target_features import capture_features
+from blockdraft.modeling.target.target_identity import target_record
 
 GREEDY = {"do_sample": False, "max_new_tokens": 32}
 DETAILS = {"return_dict_in_generate": True}
@@ -36,88 +40,6 @@ DETAILS = {"return_dict_in_generate": True}
 def total_variation(tokens: torch.Tensor, probs: torch.Tensor) -> float:
     counts = torch.bincount(tokens, minlength=len(probs)) / len(tokens)
     return (counts - probs).abs().sum().item() / 2
-
-
-# Verification
-
-
-def test_match_keeps_the_leading_agreement():
-    target_tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    candidates = torch.tensor([[1, 2, 3], [1, 7, 3], [7, 2, 3]])
-    accepted, next_token = match(candidates, target_tokens)
-    assert accepted.tolist() == [3, 1, 0] and next_token.tolist() == [4, 2, 1]
-
-
-@pytest.mark.parametrize("closeness", [0.0, 0.7, 1.0])
-def test_verified_tokens_have_the_targets_distribution(closeness):
-    """Four tokens of a Markov chain over 8 tokens, drafted with another chain: marginals stay exact."""
-    draws, vocab, n = 20_000, 8, 3
-    p = torch.randn(vocab, vocab).mul(1.5).softmax(-1)
-    q = closeness * p + (1 - closeness) * torch.randn(vocab, vocab).mul(1.5).softmax(-1)
-
-    def sample(probs):
-        return torch.multinomial(probs, 1).squeeze(1)
-
-    tokens = torch.zeros(draws, 1, dtype=torch.long)  # every chain starts in token 0
-    for _ in range(n):
-        tokens = torch.cat([tokens, sample(q[tokens[:, -1]])[:, None]], dim=1)
-    accepted, next_token = verify(tokens[:, 1:], q[tokens[:, :-1]], p[tokens])
-    if closeness == 1:
-        assert (accepted == n).float().mean() > 0.99
-    marginal = p[0]
-    for position in range(1, n + 2):
-        # What a round leaves open, later rounds draw from p.
-        if position <= n:
-            drawn = torch.where(accepted >= position, tokens[:, position], sample(p[tokens[:, position - 1]]))
-            tokens[:, position] = torch.where(accepted == position - 1, next_token, drawn)
-        else:
-            drawn = sample(p[tokens[:, position - 1]])
-            tokens = torch.cat([tokens, torch.where(accepted == n, next_token, drawn)[:, None]], dim=1)
-        assert total_variation(tokens[:, position], marginal) < 0.02
-        marginal = marginal @ p
-
-
-@pytest.mark.parametrize("anticipating", [False, True])
-def test_a_cut_keeps_the_distribution_unless_it_looks_ahead(anticipating):
-    """The same, cut where the confidence in a candidate, a function of the token before it, is low."""
-    draws, vocab, n = 40_000, 8, 3
-    p, q = torch.randn(2, vocab, vocab).mul(1.5).softmax(-1)
-    confidence = torch.tensor([1.0, 0.2] * 4)
-
-    def sample(probs):
-        return torch.multinomial(probs, 1).squeeze(1)
-
-    drafted = torch.zeros(draws, 1, dtype=torch.long)
-    for _ in range(n):
-        drafted = torch.cat([drafted, sample(q[drafted[:, -1]])[:, None]], dim=1)
-    shown = drafted[:, 1:] if anticipating else drafted[:, :-1]
-    lengths = (confidence[shown].cumprod(-1) >= 0.4).sum(-1)
-
-    # A verified prefix, the token after it, and from there on the target alone.
-    answers = torch.zeros(draws, n + 2, dtype=torch.long)
-    for length in range(n + 1):
-        rows = (lengths == length).nonzero()[:, 0]
-        block = drafted[rows, : length + 1]
-        accepted, next_token = verify(block[:, 1:], q[block[:, :-1]], p[block])
-        for position in range(1, n + 2):
-            answer = sample(p[answers[rows, position - 1]])
-            if position <= length:
-                answer = torch.where(accepted >= position, block[:, position], answer)
-            answers[rows, position] = torch.where(accepted == position - 1, next_token, answer)
-    assert lengths.unique().tolist() == ([0, 1, 2, 3] if anticipating else [1, 2, 3])
-    marginal, differences = p[0], []
-    for position in range(1, n + 2):
-        differences.append(total_variation(answers[:, position], marginal))
-        marginal = marginal @ p
-    assert (max(differences) > 0.05) if anticipating else (max(differences) < 0.015)
-
-
-def test_verify_never_takes_what_the_target_excludes():
-    p = torch.tensor([0.0, 0.5, 0.5]).expand(2000, 2, 3)
-    q = torch.tensor([0.8, 0.1, 0.1]).expand(2000, 1, 3)
-    candidates = torch.multinomial(q[:, 0], 1)
-    accepted, next_token = verify(candidates, q, p)
-    assert not (accepted[candidates[:, 0] == 0]).any() and not (next_token == 0).any()
 
 
 # Greedy decoding equals generate()
@@ -216,15 +138,15 @@ def test_number_of_candidates():
 # Markov head and confidence
 
 
-def spy(monkeypatch, name: str) -> list[tuple]:
-    """Arguments of the calls of a function of the module, as they were then."""
-    calls, function = [], getattr(block_decoding, name)
+def spy(monkeypatch, name: str, module=block_decoding) -> list[tuple]:
+    """Arguments of the calls of a function that a module uses, as they were then."""
+    calls, function = [], getattr(module, name)
 
     def recorded(*args):
         calls.append([arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args])
         return function(*args)
 
-    monkeypatch.setattr(block_decoding, name, recorded)
+    monkeypatch.setattr(module, name, recorded)
     return calls
 
 
@@ -342,10 +264,39 @@ def test_left_padded_prompt(name):
 
 def test_a_pair_is_checked_once(monkeypatch):
     target, other, input_ids = build_target("qwen3"), build_target("qwen3"), prompts(1)[0]
-    draft, calls = build_draft(target), spy(monkeypatch, "check_pair")
+    draft, calls = build_draft(target), spy(monkeypatch, "check_pair", pairing)
     for model in (target, target, other, target):
         block_decode(model, input_ids, draft=draft, do_sample=False, max_new_tokens=2)
     assert [model for model, _ in calls] == [target, other, target]
+
+
+def test_another_targets_weights_are_a_warning_once():
+    target, input_ids, settings = build_target("qwen3"), prompts(1)[0], {"do_sample": False, "max_new_tokens": 2}
+    draft = build_draft(target, target=target_record(target, None))
+    with torch.no_grad():
+        target.get_input_embeddings().weight[0] += 1
+    with pytest.warns(UserWarning, match="embedding_sha256"):
+        block_decode(target, input_ids, draft=draft, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block_decode(target, input_ids, draft=draft, **settings)
+
+
+def test_a_draft_decodes_by_its_own_method():
+    target, input_ids = build_target("qwen3"), prompts(1)[0]
+    for build in (build_draft, build_dspark_draft):
+        output = build(target).block_decode(target, input_ids, **GREEDY, **DETAILS)
+        assert torch.equal(output.sequences, target.generate(input_ids, **GREEDY)) and output.accepted_lengths
+        assert torch.equal(build(target).block_decode(target, input_ids=input_ids, **GREEDY), output.sequences)
+
+
+def test_rounds_are_timed_where_somebody_reads_the_times(monkeypatch):
+    target, input_ids, now = build_target("qwen3"), prompts(1)[0], []
+    monkeypatch.setattr(decoding_state.Stopwatch, "_now", lambda self, device: now.append(device) or 0.0)
+    block_decode(target, input_ids, draft=build_dspark_draft(target), **GREEDY)
+    assert not now
+    block_decode(target, input_ids, draft=build_dspark_draft(target), **GREEDY, **DETAILS)
+    assert now
 
 
 def test_draft_in_another_dtype():

@@ -1,4 +1,4 @@
-"""The loop without a draft, and what block decoding shares with it: sampling, processors, the cached target."""
+"""The loop without a draft, and what block decoding shares with it: processors, the cached target."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from decoding_models import TARGETS, build_draft, build_dspark_draft, build_targ
 from transformers import StaticCache
 
 from blockdraft.modeling.decoding.block_decoding import block_decode
-from blockdraft.modeling.decoding.plain_decoding import plain_decode, sample
+from blockdraft.modeling.decoding.plain_decoding import plain_decode
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 DETAILS = {"return_dict_in_generate": True}
@@ -32,27 +32,6 @@ def test_sampled_tokens_pass_the_processors():
     assert torch.equal(plain_decode(target, input_ids, do_sample=True, top_k=1, max_new_tokens=16), greedy)
     hot = plain_decode(target, input_ids, do_sample=True, temperature=5.0, top_k=0, max_new_tokens=16)
     assert not torch.equal(hot, greedy)
-
-
-def test_sample_draws_in_proportion_and_nothing_of_weight_zero():
-    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
-    drawn = sample(weights.expand(100, 200, 6))
-    counts = torch.bincount(drawn.flatten(), minlength=6)
-    assert drawn.shape == (100, 200) and counts[[0, 2, 5]].sum() == 0
-    assert (counts / 20_000 - weights / 8).abs().sum() / 2 < 0.02
-
-
-def test_sample_stays_below_the_total_at_the_largest_random_number(monkeypatch):
-    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, 1 - 2**-24))
-    probs = torch.cat([torch.rand(500, 64), torch.zeros(500, 3)], dim=-1)
-    assert (sample(probs) < 64).all()
-
-
-def test_sample_draws_nothing_of_weight_zero_where_the_sums_rise(monkeypatch):
-    """As a parallel scan's may, by a rounding error; the largest random number falls there."""
-    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, 1 - 2**-24))
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: torch.cumsum(x, dim) + 1e-3 * torch.arange(x.shape[-1]))
-    assert sample(torch.tensor([[0.2, 0.8, 0.0, 0.0], [0.7, 0.3, 0.0, 0.0]])).tolist() == [1, 0]
 
 
 def loops(draft) -> list[dict]:

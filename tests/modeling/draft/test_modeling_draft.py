@@ -1,7 +1,6 @@
 """What all drafts share: target's embedding and head, initialisation, atomic saving."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from blockdraft.hub_cards import upload as publishing
+from blockdraft.modeling.draft.modeling_draft import DraftPreTrainedModel
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
 
@@ -153,7 +153,7 @@ def test_pushing_uploads_a_whole_draft(tmp_path, monkeypatch):
     assert pushed["repo_id"] == "me/draft" and pushed["token"] == "t"
 
     # Code that lies beside the weights pushes where the package is absent.
-    monkeypatch.setitem(sys.modules, "blockdraft.hub_cards.upload", None)
+    monkeypatch.setattr(DraftPreTrainedModel, "publisher", None)
     monkeypatch.setattr(PreTrainedModel, "push_to_hub", push)
     draft.push_to_hub("me/again", private=True)
     assert pushed["repo_id"] == "me/again" and pushed["private"]

@@ -9,6 +9,8 @@ from draft_models import draft_inputs, tiny_draft
 from fresh_process import AUTO_MAP, code_files, run_fresh
 from safetensors.torch import load_file, save_file
 
+from blockdraft.modeling.decoding.generate import generate
+from blockdraft.modeling.families import FAMILIES
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.modeling.saving.remote_code import flatten_modules, write_remote_code
 
@@ -30,17 +32,78 @@ def test_loads_and_saves_again_without_the_package(tmp_path):
 
 
 def test_shipped_files_import_each_other_and_public_libraries_only(tmp_path):
-    assert write_remote_code(tmp_path, KimiK3DFlashDraftModel) == AUTO_MAP
+    assert write_remote_code(tmp_path, KimiK3DFlashDraftModel, generate) == AUTO_MAP
     files = code_files(tmp_path)
     assert {"modeling_kimi_k3_dflash.py", "configuration_kimi_k3_dflash.py"} < set(files)
     assert "modeling_kimi_k3.py" not in files  # a draft does not ship its target
-    assert {"custom_generate/generate.py", "custom_generate/block_decoding.py"} < set(files)
     for name, source in files.items():
         imports = [line.split()[1] for line in source.splitlines() if line.startswith(("from ", "import "))]
         for module in imports:
             assert not module.startswith(("..", "blockdraft")), f"{name} imports {module}"
             beside = (Path(name).parent / f"{module[1:]}.py").as_posix()
             assert not module.startswith(".") or beside in files, f"{name} imports {module}"
+
+
+# What every draft ships: what loads it and decodes with it. `generate.py` twice: transformers runs it from a folder of
+# its own, and a draft that is loaded with this code is saved again from the modules beside it.
+SHARED = {
+    "atomic_save.py",
+    "block_decoding.py",
+    "block_plan.py",
+    "block_visibility.py",
+    "configuration_draft.py",
+    "custom_generate/generate.py",
+    "decoding_state.py",
+    "elementwise.py",
+    "generate.py",
+    "generate_call.py",
+    "modeling_draft.py",
+    "remote_code.py",
+    "target_features.py",
+    "target_shapes.py",
+    "transformers_internals.py",
+    "validation.py",
+    "verification.py",
+    "visible_attention.py",
+}
+SHIPPED = {
+    "dflash": {
+        "configuration_kimi_k3_base.py",
+        "configuration_kimi_k3_dflash.py",
+        "flex_block_mask.py",
+        "kimi_k3_layers.py",
+        "modeling_kimi_k3_dflash.py",
+        "situ.py",
+    },
+    "dspark": {
+        "anchors.py",
+        "block_targets.py",
+        "cache_rounding.py",
+        "clamped_swiglu.py",
+        "configuration_deepseek_v41_base.py",
+        "configuration_deepseek_v41_dspark.py",
+        "configuration_dspark.py",
+        "deepseek_v41_dspark_layers.py",
+        "deepseek_v41_layers.py",
+        "dense_blocks.py",
+        "dspark_heads.py",
+        "fp32.py",
+        "hyper_connections.py",
+        "modeling_deepseek_v41_dspark.py",
+        "modeling_dspark.py",
+    },
+}
+# 60% of the lines that version 0.1.0 shipped.
+MOST_LINES = {"dflash": 3577, "dspark": 4821}
+
+
+@pytest.mark.parametrize("family", SHIPPED)
+def test_what_ships_with_a_draft(family, tmp_path):
+    write_remote_code(tmp_path, FAMILIES[family].model, generate)
+    lines = {name: len(source.splitlines()) for name, source in code_files(tmp_path).items()}
+    print(f"{family}: {len(lines)} modules, {sum(lines.values())} lines", *sorted(lines.items()), sep="\n")
+    assert set(lines) == SHARED | SHIPPED[family]
+    assert sum(lines.values()) <= MOST_LINES[family]
 
 
 def make_files(root, files):

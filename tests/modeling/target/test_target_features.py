@@ -123,6 +123,48 @@ def test_each_forward_is_read_once():
             capture.features()
 
 
+@torch.no_grad()
+def test_a_forward_that_ends_early_gives_none():
+    target, input_ids = build_target("qwen3"), prompts(1)[0]
+
+    def fail(*_):
+        raise KeyError
+
+    with capture_features(target, [1, 3]) as capture:
+        handle = decoder_layers(target)[2].register_forward_hook(fail)
+        with pytest.raises(KeyError):
+            target(input_ids)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="ended early"):
+            capture.features()
+        target(input_ids)
+        assert capture.features().shape == (1, 9, 64)
+
+
+@torch.no_grad()
+def test_code_compiled_before_the_hooks_is_named():
+    target, input_ids = build_target("qwen3"), prompts(1)[0]
+    target.compile(backend="eager")
+    target(input_ids)
+    with capture_features(target, [1]) as capture:
+        target(input_ids)
+        with pytest.raises(RuntimeError, match=r"`torch\.compile`"):
+            capture.features()
+
+
+@torch.no_grad()
+def test_features_are_held_once():
+    """No tensor beside the one that is handed out, into which every layer's states are written."""
+    target, input_ids = build_target("qwen3"), prompts(1)[0]
+    with capture_features(target, [1, 3, 5]) as capture:
+        target(input_ids)
+        held = [value for value in vars(capture).values() if isinstance(value, torch.Tensor)]
+        features = capture.features()
+        assert len(held) == 1 and held[0] is features
+        target(prompts(2)[1])
+        assert capture.features().shape == (1, 10, 96) and features.shape == (1, 9, 96)
+
+
 def test_decoder_of_a_multimodal_model_is_not_its_vision_tower():
     text = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
     vision = CLIPVisionConfig(

@@ -7,8 +7,8 @@ import yaml
 from cli_runs import SHAPES, TINY_TRAINING
 
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
+from blockdraft.trainer.cli.arguments import DataArguments
 from blockdraft.trainer.cli.main import main
-from blockdraft.trainer.cli.train import DataArguments
 from blockdraft.trainer.data.loss_mask import THINKING_TAGS
 
 

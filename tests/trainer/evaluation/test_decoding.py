@@ -9,7 +9,8 @@ from confident_drafts import confident_draft
 from decoding_models import build_draft, build_target, partly_right_draft
 from transformers import GenerationConfig
 
-from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable
+from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
+from blockdraft.modeling.decoding.cost_table import CostTable
 from blockdraft.trainer.evaluation.decoding import (
     _decoding,
     _difference,

@@ -1,12 +1,12 @@
-"""What makes `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know the classes of this package.
+"""What happens as soon as certain modules are imported, by whomever: nothing of them is imported for it.
 
-Transformers keeps tables of class names by model type, and imports a model's module when its class is first looked up.
-The names of our classes are added to these tables, with this package as their module, which imports a class when asked
-for it. So nothing of ours is imported before it is used.
+- `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` come to know the classes of this package. Transformers keeps
+  tables of class names by model type, and imports a model's module when its class is first looked up. The names of our
+  classes are added to these tables, with this package as their module, which imports a class when asked for it. The
+  modules that hold the tables import torch, which takes seconds, so they are not imported here.
+- Drafts get what they have where this package is installed and do not ship.
 
-The modules that hold the tables import torch, which takes seconds. They are not imported here: a finder in front of
-Python's own adds the names as soon as anybody has imported them, in whatever order. Where they are imported already,
-the names are added at once.
+A finder in front of Python's own does both. Where the modules are imported already, it is done at once.
 """
 
 import sys
@@ -59,22 +59,34 @@ def add_models(auto: ModuleType) -> None:
                 mapping._modules[model_type] = import_module(__package__)
 
 
-TABLES = {
+def equip_drafts(modeling_draft: ModuleType) -> None:
+    """Drafts are published with a card, and compared with the target that they were trained for."""
+
+    def publisher(draft, repo_id: str, **kwargs):
+        return import_module(f"{__package__}.hub_cards.upload").publish_model(draft, repo_id, **kwargs)
+
+    def compare_target(draft, target) -> None:
+        import_module(f"{__package__}.modeling.target.pairing").compare_target(draft, target)
+
+    modeling_draft.DraftPreTrainedModel.publisher = publisher
+    modeling_draft.DraftPreTrainedModel.compare_target = compare_target
+
+
+AFTER_IMPORT = {
     "transformers.models.auto.configuration_auto": add_configurations,
     "transformers.models.auto.modeling_auto": add_models,
+    f"{__package__}.modeling.draft.modeling_draft": equip_drafts,
 }
 
 
-def add_names(module: ModuleType) -> None:
-    """Adds our names to the tables of a module of transformers, if it holds any.
+def finish_import(module: ModuleType) -> None:
+    """Does what is to be done once this module is imported.
 
     Raises:
-        ImportError: if this version of transformers keeps them elsewhere.
+        ImportError: if this version of transformers keeps its tables elsewhere.
     """
-    if module.__name__ not in TABLES:
-        return
     try:
-        TABLES[module.__name__](module)
+        AFTER_IMPORT[module.__name__](module)
     except AttributeError as error:
         raise ImportError(
             f"transformers {version('transformers')} keeps the names of the Auto classes in another way than "
@@ -82,14 +94,14 @@ def add_names(module: ModuleType) -> None:
         ) from error
 
 
-class NamesAfterImport(MetaPathFinder):
-    """Lets the other finders find a module that holds tables, and has it add our names as the last step of its own
+class ImportWatcher(MetaPathFinder):
+    """Lets the other finders find a module of [`AFTER_IMPORT`], and makes what is to be done the last step of its own
     import. Python's lock on that import keeps other threads waiting until then."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in TABLES:
+        if fullname not in AFTER_IMPORT:
             return None
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
@@ -98,15 +110,15 @@ class NamesAfterImport(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                add_names(module)
+                finish_import(module)
 
             spec.loader.exec_module = exec_module
         return spec
 
 
-def register() -> None:
-    """Makes the Auto classes know the classes of this package, now or when they are imported."""
-    sys.meta_path.insert(0, NamesAfterImport())
-    for name in TABLES:
+def watch_imports() -> None:
+    """Does what is to be done, now or when the modules are imported."""
+    sys.meta_path.insert(0, ImportWatcher())
+    for name in AFTER_IMPORT:
         if name in sys.modules:
-            add_names(import_module(name))  # complete, even if another thread is importing it
+            finish_import(import_module(name))  # complete, even if another thread is importing it

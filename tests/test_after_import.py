@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import blockdraft
-from blockdraft import auto_registration
-from blockdraft.auto_registration import CLASS_NAMES, TABLES, NamesAfterImport, add_names
+from blockdraft import after_import
+from blockdraft.after_import import AFTER_IMPORT, CLASS_NAMES, ImportWatcher, finish_import
 from blockdraft.modeling.families import FAMILIES
 
 CHECK = """
 def check(AutoConfig, AutoModel, AutoModelForCausalLM):
     import blockdraft
-    from blockdraft.auto_registration import CLASS_NAMES
+    from blockdraft.after_import import CLASS_NAMES
     for model_type, names in CLASS_NAMES.items():
         config = getattr(blockdraft, names.config)
         assert AutoModel._model_mapping[config] is getattr(blockdraft, names.model)
@@ -88,7 +88,7 @@ def slow_tables(tmp_path, monkeypatch):
     """A module that takes a while to import, and holds a list for names."""
     (tmp_path / "slow_tables.py").write_text("import time\ntime.sleep(0.2)\nnames = []\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TABLES, "slow_tables", lambda module: module.names.append("ours"))
+    monkeypatch.setitem(AFTER_IMPORT, "slow_tables", lambda module: module.names.append("ours"))
     invalidate_caches()
     yield
     sys.modules.pop("slow_tables", None)
@@ -106,9 +106,9 @@ def test_no_thread_sees_tables_without_our_names(slow_tables):
 
 
 def test_other_modules_are_found_as_ever():
-    assert NamesAfterImport().find_spec("json") is None
-    assert NamesAfterImport().find_spec("transformers.models.auto.nothing") is None
-    assert sum(isinstance(finder, NamesAfterImport) for finder in sys.meta_path) == 1
+    assert ImportWatcher().find_spec("json") is None
+    assert ImportWatcher().find_spec("transformers.models.auto.nothing") is None
+    assert sum(isinstance(finder, ImportWatcher) for finder in sys.meta_path) == 1
 
 
 def test_private_parts_of_transformers_that_the_names_need():
@@ -119,5 +119,10 @@ def test_private_parts_of_transformers_that_the_names_need():
         assert mapping._modules["kimi_k3_text"] is configuration_auto.CONFIG_MAPPING._modules["kimi_k3_text"]
     changed = SimpleNamespace(__name__=configuration_auto.__name__, CONFIG_MAPPING_NAMES={}, CONFIG_MAPPING=object())
     with pytest.raises(ImportError, match=r"transformers 5\.\d+.* Auto classes .*'_modules'"):
-        add_names(changed)
-    assert auto_registration.__package__ == "blockdraft"
+        finish_import(changed)
+    assert after_import.__package__ == "blockdraft"
+
+
+def test_drafts_have_what_they_do_not_ship():
+    for family in FAMILIES.values():
+        assert family.model.publisher is not None and family.model.compare_target is not None
