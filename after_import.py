@@ -18,6 +18,8 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import NamedTuple
 
+from .modeling.families import FAMILIES
+
 
 class ClassNames(NamedTuple):
     """The classes of a model type, under their names in this package: configuration, `AutoModel`'s and
@@ -28,15 +30,19 @@ class ClassNames(NamedTuple):
     causal_lm: str | None = None
 
 
+def class_name(path: str) -> str:
+    return path.rpartition(":")[-1]
+
+
 # By `model_type`. A multimodal checkpoint opens as its text model.
 CLASS_NAMES = {
     "deepseek_v41": ClassNames("DeepseekV41Config", "DeepseekV41Model", "DeepseekV41ForCausalLM"),
     "deepseek_v41_text": ClassNames("DeepseekV41TextConfig", "DeepseekV41Model", "DeepseekV41ForCausalLM"),
-    "deepseek_v41_dspark": ClassNames("DeepseekV41DSparkConfig", "DeepseekV41DSparkModel"),
     "kimi_k3": ClassNames("KimiK3Config", "KimiK3Model", "KimiK3ForCausalLM"),
     "kimi_k3_text": ClassNames("KimiK3TextConfig", "KimiK3Model", "KimiK3ForCausalLM"),
-    "kimi_k3_dflash": ClassNames("KimiK3DFlashConfig", "KimiK3DFlashDraftModel"),
 }
+for family in FAMILIES.values():
+    CLASS_NAMES[family.model_type] = ClassNames(class_name(family.config_path), class_name(family.model_path))
 
 
 def add_configurations(auto: ModuleType) -> None:

@@ -1,16 +1,18 @@
-"""The families of drafts, and what each is called elsewhere: command line, cards, reports, demos.
+"""The families of drafts, and what each is called elsewhere: command line, Auto classes, cards, reports, demos.
 
-A further draft is a configuration, a model and a line here.
+A further draft is a configuration, a model and a line here. Nothing is imported before a class is asked for.
 """
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
-from ..configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
-from ..configuration.configuration_draft import DraftConfig
-from ..configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from .deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from .draft.modeling_draft import DraftPreTrainedModel
-from .kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
+if TYPE_CHECKING:
+    from ..configuration.configuration_draft import DraftConfig
+    from .draft.modeling_draft import DraftPreTrainedModel
+
+HERE = __name__.rpartition(".")[0]
+CONFIGURATION = f"{HERE.rpartition('.')[0]}.configuration"
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,47 @@ class DraftFamily:
     """A family of drafts.
 
     Attributes:
+        model_type: of its configurations.
         method: [`DFLASH`] or [`DSPARK`].
-        config, model: its classes.
         backbone: the model type whose layers it is made of, a tag of its cards.
+        config_path, model_path: its classes, as `module:class`.
     """
 
+    model_type: str
     method: Method
-    config: type[DraftConfig]
-    model: type[DraftPreTrainedModel]
     backbone: str
+    config_path: str
+    model_path: str
+
+    @property
+    def config(self) -> "type[DraftConfig]":
+        return resolve_name(self.config_path)
+
+    @property
+    def model(self) -> "type[DraftPreTrainedModel]":
+        return resolve_name(self.model_path)
 
 
 # By `draft_type` of the command line.
 FAMILIES = {
-    "dflash": DraftFamily(DFLASH, KimiK3DFlashConfig, KimiK3DFlashDraftModel, "kimi_k3"),
-    "dspark": DraftFamily(DSPARK, DeepseekV41DSparkConfig, DeepseekV41DSparkModel, "deepseek_v41"),
+    "dflash": DraftFamily(
+        "kimi_k3_dflash",
+        DFLASH,
+        "kimi_k3",
+        f"{CONFIGURATION}.configuration_kimi_k3_dflash:KimiK3DFlashConfig",
+        f"{HERE}.kimi_k3.modeling_kimi_k3_dflash:KimiK3DFlashDraftModel",
+    ),
+    "dspark": DraftFamily(
+        "deepseek_v41_dspark",
+        DSPARK,
+        "deepseek_v41",
+        f"{CONFIGURATION}.configuration_deepseek_v41_dspark:DeepseekV41DSparkConfig",
+        f"{HERE}.deepseek_v41.modeling_deepseek_v41_dspark:DeepseekV41DSparkModel",
+    ),
 }
 
 
-def family_of(config: DraftConfig) -> DraftFamily:
+def family_of(config: "DraftConfig") -> DraftFamily:
     """The family of a draft's configuration, by `model_type`: a draft that was loaded with the code beside it has
     classes of its own.
 
@@ -61,7 +85,7 @@ def family_of(config: DraftConfig) -> DraftFamily:
         ValueError: if no family has that model type.
     """
     for family in FAMILIES.values():
-        if family.config.model_type == config.model_type:
+        if family.model_type == config.model_type:
             return family
-    known = ", ".join(family.config.model_type for family in FAMILIES.values())
+    known = ", ".join(family.model_type for family in FAMILIES.values())
     raise ValueError(f"`model_type` is {config.model_type!r}, which is none of the drafts here: {known}.")

@@ -18,7 +18,7 @@ def loaded(*names):
 assert loaded("torch", "transformers", "huggingface_hub") == [], "on import"
 assert set(blockdraft.__all__) <= set(dir(blockdraft))
 blockdraft.KimiK3DFlashConfig
-assert loaded("transformers.modeling_utils", "blockdraft.modeling") == [], "for a configuration"
+assert loaded("transformers.modeling_utils", "blockdraft.modeling.draft.modeling_draft") == [], "for a configuration"
 blockdraft.KimiK3DFlashDraftModel, blockdraft.DeepseekV41ForCausalLM, blockdraft.block_decode
 heavy = ("datasets", "matplotlib", "peft", "transformers.trainer", "blockdraft.trainer.draft_trainer")
 assert loaded(*heavy) == [], "for loading and decoding"

@@ -26,7 +26,9 @@ SETTINGS = {"is_causal": False, "sliding_window": 6, "num_full_attention_layers"
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch) -> DraftFamily:
-    line = DraftFamily(DSPARK, KimiK3DSparkConfig, KimiK3DSparkModel, "kimi_k3")
+    module = KimiK3DSparkConfig.__module__
+    classes = (f"{module}:KimiK3DSparkConfig", f"{module}:KimiK3DSparkModel")
+    line = DraftFamily(KimiK3DSparkConfig.model_type, DSPARK, "kimi_k3", *classes)
     monkeypatch.setitem(FAMILIES, "kimi_k3_dspark", line)
     AutoConfig.register(KimiK3DSparkConfig.model_type, KimiK3DSparkConfig)
     AutoModel.register(KimiK3DSparkConfig, KimiK3DSparkModel)

@@ -31,4 +31,5 @@ class ThirdModel(KimiK3DFlashDraftModel):
 
 
 def add_third_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "third", DraftFamily(DSPARK, ThirdConfig, ThirdModel, "kimi_k3"))
+    classes = (f"{__name__}:ThirdConfig", f"{__name__}:ThirdModel")
+    monkeypatch.setitem(FAMILIES, "third", DraftFamily("third", DSPARK, "kimi_k3", *classes))

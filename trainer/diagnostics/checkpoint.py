@@ -42,7 +42,7 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
 
 def read_settings(folder: Path) -> tuple[dict, DraftFamily]:
     """`config.json` as it is stored, and the family that it names. Raises a `ValueError` if it is not a draft's."""
-    path, families = folder / "config.json", {family.config.model_type: family for family in FAMILIES.values()}
+    path, families = folder / "config.json", {family.model_type: family for family in FAMILIES.values()}
     if not path.is_file():
         raise ValueError(f"`draft`: {folder} has no config.json, so it holds no draft.")
     try:
