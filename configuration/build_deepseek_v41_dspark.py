@@ -123,17 +123,11 @@ def build_deepseek_v41_dspark_draft_config(
 
 def _settings_of_v41_target(target_config: DeepseekV41TextConfig) -> dict:
     general = {field.name for field in fields(PreTrainedConfig)}
-    names = [field.name for field in fields(DeepseekV41BaseConfig) if field.name not in general]
-    shared = {name: getattr(target_config, name) for name in names}
-    view = {ours: getattr(target_config, name) for name, ours in DeepseekV41DSparkConfig.engine_view.items()}
-    return (
-        shared
-        | view
-        | {
-            "num_target_layers": target_config.num_hidden_layers,
-            "capture_point": ATTENTION_INPUT_MEAN,
-        }
-    )
+    names = {field.name: field.name for field in fields(DeepseekV41BaseConfig) if field.name not in general}
+    names |= {ours: name for name, ours in DeepseekV41DSparkConfig.engine_view.items()}
+    settings = {ours: getattr(target_config, name) for ours, name in names.items()}
+    depth = target_config.num_hidden_layers
+    return settings | {"num_target_layers": depth, "capture_point": ATTENTION_INPUT_MEAN}
 
 
 def _stage_shape(inherited: dict) -> dict:

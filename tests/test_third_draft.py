@@ -20,6 +20,7 @@ from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.modeling.families import DSPARK, FAMILIES, DraftFamily, family_of
 from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
+from blockdraft.trainer.loading import new_draft, new_trainer
 
 SETTINGS = {"is_causal": False, "sliding_window": 6, "num_full_attention_layers": 0, "markov_rank": 4}
 
@@ -46,11 +47,11 @@ def target():
 def draft(target) -> KimiK3DSparkModel:
     torch.manual_seed(1)
     shape = {"num_draft_layers": 2, "block_size": BLOCK, "target_layer_ids": [1, 3]}
-    return KimiK3DSparkModel(KimiK3DSparkConfig.from_target_config(target.config, MASK, **shape, **SETTINGS))
+    return new_draft(target, None, "kimi_k3_dspark", MASK, **shape, **SETTINGS)
 
 
 def test_it_is_found_and_is_what_its_parents_are(draft, family):
-    assert family_of(draft.config) is family
+    assert family_of(draft.config) is family and type(draft) is KimiK3DSparkModel
     config = draft.config
     assert config.sample_from_anchor and config.num_drafted == BLOCK and config.context_windows == [6, 6]
     assert draft.drafts_in_sequence and draft.confidence_head is draft.heads.confidence_head is not None
@@ -61,7 +62,8 @@ def test_it_is_found_and_is_what_its_parents_are(draft, family):
 
 def test_it_trains_and_decodes_as_its_target_alone(draft, target, tmp_path):
     args = dspark_arguments(tmp_path, max_steps=12, optim="adamw_torch", learning_rate=1e-2, save_strategy="no")
-    trainer = DSparkTrainer(draft, target, args, train_dataset=make_rows())
+    trainer = new_trainer(draft, target, args, train_dataset=make_rows())
+    assert type(trainer) is DSparkTrainer
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
