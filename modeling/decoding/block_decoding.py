@@ -192,7 +192,7 @@ class _Drafter:
         device = device_of(self._embed_tokens, target.device)
         self._block = torch.full((1, config.block_size), config.mask_token_id, device=device)
         self._positions = torch.arange(target.positions.shape[-1], device=self.device)[None]
-        self._hidden = 0 if target.mask is None else int((target.mask[0] == 0).sum())
+        self._num_hidden = 0 if target.mask is None else int((target.mask[0] == 0).sum())
         self._cache = DFlashCache(config=config)
         self._cache.activate_past_recording()
         self._held: torch.Tensor | None = None
@@ -203,7 +203,7 @@ class _Drafter:
 
     def visible_rows(self, features: torch.Tensor) -> torch.Tensor:
         """The prompt's features `[1, prompt, features]` without the rows that its mask hides."""
-        if self._hidden == 0:
+        if self._num_hidden == 0:
             return features
         return features[:, self.target.mask[0, : features.shape[1]].bool().to(features.device)]
 
@@ -249,7 +249,7 @@ class _Drafter:
         return torch.cat(probs)[None] if sequence.do_sample else None, confidence
 
     def _run_block(self, sequence: DecodedSequence, features: torch.Tensor) -> ModelOutput:
-        start = sequence.length - self.known - self._hidden
+        start = sequence.length - self.known - self._num_hidden
         if self._held is not None:
             features = torch.cat([self._held, features], dim=1)
         new = start - self._context_length
