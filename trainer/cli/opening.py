@@ -2,7 +2,8 @@
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.decoding.confidence_schedule import ConfidenceThreshold, CostTable
+from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
+from ...modeling.decoding.cost_table import CostTable
 from ...modeling.target.pairing import check_pair
 from ...modeling.target.target_identity import loaded_commit
 from ..data.dataset import prepare_dataset
