@@ -77,7 +77,7 @@ def call(name: str, argv: list[str]) -> int | None:
         from .help import help_text
 
         values = " ".join(map(str.upper, command.POSITIONALS))
-        usage = f"blockdraft {name} [CONFIG.yaml] {values} [--key value ...]"
+        usage = " ".join(filter(None, [f"blockdraft {name} [CONFIG.yaml]", values, "[--key value ...]"]))
         print(help_text(usage, command.run.__doc__, command.SETTINGS, everything))
         return 0
     from .parser import SettingsParser

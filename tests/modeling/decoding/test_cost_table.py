@@ -10,7 +10,7 @@ from blockdraft.modeling.decoding import cost_table
 from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.modeling.decoding.cost_table import CostTable, measure_cost_table
 from blockdraft.modeling.decoding.decoding_state import DecodedSequence
-from blockdraft.trainer.runs import cost_table as cost_table_of_a_run
+from blockdraft.trainer.evaluation.decoding import cost_table as cost_table_of_a_run
 
 LINEAR = {"tokens": [1, 2, 3, 4, 5, 6], "seconds": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
 
