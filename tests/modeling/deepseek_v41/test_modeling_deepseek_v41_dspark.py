@@ -16,9 +16,9 @@ from transformers.cache_utils import DFlashCache
 
 from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import rope_frequencies, rope_rotations
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from blockdraft.modeling.draft.block_targets import DSparkTargets
 from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
+from blockdraft.trainer.objectives.slot_targets import slot_targets
 
 TOLERANCE = 5e-5
 
@@ -67,13 +67,13 @@ def forward_tokens(draft, case):
 
 def objective(output, case):
     """The reference's scalar, with this package's objective."""
-    options, ones = case.meta["options"]["loss"], torch.ones_like(output.target_ids)
+    options = case.meta["options"]["loss"]
     alphas = DSparkAlphas(*(options[f"{name}_alpha"] for name in ("ce_loss", "l1_loss", "confidence_head")))
     inputs = [output.draft_logits, output.aligned_target_logits]
     if output.confidence_pred is not None:
         inputs.append(output.confidence_pred)
-    targets = DSparkTargets(output.target_ids, ones, output.eval_mask.float())
-    loss = dspark_loss(SlotPredictions, inputs, targets, alphas, options["loss_decay_gamma"])
+    targets = slot_targets(output.target_ids, output.eval_mask.float(), 0, options["loss_decay_gamma"])
+    loss = dspark_loss(SlotPredictions, inputs, targets, alphas)
     return loss.loss_sum / (loss.weight + 1e-6)
 
 
