@@ -32,14 +32,7 @@ def from_target_config(
     rank of H/4; up to 8 groups of heads whose outputs are compressed to 1.6 H in all; 8 experts of width H/2, 2 for a
     token, and the shared one; a Markov rank of H/4, at most 256; a window of 128.
 
-    Args:
-        target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
-        mask_token_id: see [`DraftConfig`]; needed unless the target is a V4.1.
-        num_draft_layers, block_size, target_layer_ids: stages, drafted tokens, layers; `None` for the defaults.
-        overrides: any field of the configuration.
-
-    Raises:
-        ValueError: if a setting is missing or impossible; the message names it.
+    Arguments and errors are those of [`DraftConfig.from_target_config`].
     """
     text_config = target_config.get_text_config(decoder=True)
     given = {
@@ -84,21 +77,17 @@ def build_deepseek_v41_dspark_draft_config(
     Raises:
         ValueError: if `target_config` is not a V4.1 configuration, describes no draft, or disagrees.
     """
-    target_config = target_config.get_text_config()
+    target_config, builder = target_config.get_text_config(), "DeepseekV41DSparkConfig.from_target_config"
     if not isinstance(target_config, DeepseekV41TextConfig):
         raise ValueError(
-            f"`target_config` has the model type {target_config.model_type!r}, not a DeepSeek V4.1's. "
-            "`DeepseekV41DSparkConfig.from_target_config` builds a draft for any other target."
+            f"`target_config` has the model type {target_config.model_type!r}, not a DeepSeek V4.1's. `{builder}` builds "
+            "a draft for any other target."
         )
     depth, stages = target_config.num_hidden_layers, target_config.num_nextn_predict_layers
     require(stages > 0, "num_nextn_predict_layers", stages, "the target describes no draft")
     ratios = target_config.compress_ratios
-    require(
-        len(ratios) >= depth + stages and not any(ratios[depth : depth + stages]),
-        "compress_ratios",
-        ratios,
-        f"behind the target's {depth} layers it needs an entry of 0 for each of the draft's {stages} stages",
-    )
+    reason = f"behind the target's {depth} layers it needs an entry of 0 for each of the draft's {stages} stages"
+    require(ratios[depth : depth + stages] == [0] * stages, "compress_ratios", ratios, reason)
     given = {
         "num_nextn_predict_layers": num_draft_layers,
         "dspark_block_size": block_size,
@@ -107,13 +96,9 @@ def build_deepseek_v41_dspark_draft_config(
         "dspark_target_layer_ids": target_layer_ids,
     }
     for name, value in given.items():
-        expected = getattr(target_config, name)
-        require(
-            value is None or value == expected,
-            DeepseekV41DSparkConfig.engine_view[name],
-            value,
-            f"the target's `{name}` is {expected}. `DeepseekV41DSparkConfig.from_target_config` builds other drafts",
-        )
+        expected, own_name = getattr(target_config, name), DeepseekV41DSparkConfig.engine_view[name]
+        reason = f"the target's `{name}` is {expected}. `{builder}` builds other drafts"
+        require(value is None or value == expected, own_name, value, reason)
     settings = _settings_of_v41_target(target_config) | {
         "architectures": ["DeepseekV41DSparkModel"],
         "attn_implementation": attention_backend,

@@ -38,14 +38,7 @@ def from_target_config(
     masks before it, and `sliding_window` is the block size, which says what is near; `None` is the whole context. With
     a window, the last of several layers sees the whole context (`num_full_attention_layers`): it can copy from there.
 
-    Args:
-        target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
-        mask_token_id: see [`DraftConfig`]; `propose_mask_token_ids` lists candidates.
-        num_draft_layers, block_size, target_layer_ids: `None` for the defaults.
-        overrides: any field of the configuration.
-
-    Raises:
-        ValueError: if a setting is missing or impossible.
+    Arguments and errors are those of [`DraftConfig.from_target_config`].
     """
     text_config = target_config.get_text_config(decoder=True)
     depth, inherited = text_config.num_hidden_layers, target_settings(target_config)

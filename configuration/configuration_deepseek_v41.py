@@ -1,5 +1,7 @@
 """Configuration of the DeepSeek V4.1 text model, and of the released multimodal checkpoint around it."""
 
+from itertools import pairwise
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -10,13 +12,7 @@ from .validation import is_natural, is_positive_int
 # transformers finds a cache layer by this name, and its DeepSeek V4 has a "compressed_sparse_attention".
 DEEPSEEK_V41_ATTENTION = "deepseek_v41_attention"
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 65536,
-}
+YARN = {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
 # How released files store quantised weights: decoded on load, so no quantizer has to run.
 QUANTIZATION = "quantization_config"
 
@@ -83,7 +79,6 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
     dspark_num_experts_per_tok: int = 3
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("layer_types", None)  # derived
         kwargs.pop(QUANTIZATION, None)
         released = {
             "compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3,
@@ -117,19 +112,12 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
         """Whether a layer chooses its compressed keys itself."""
         return layer_idx in self.index_source_layer_ids
 
-    def validate_layer_type(self):
-        """`layer_types` is derived and holds a type of our own: the list in transformers does not apply."""
-
     def check(self) -> None:
         super().check()
-        self.require(
-            "qk_rope_head_dim",
-            self.qk_rope_head_dim <= self.index_head_dim,
-            f"it must be at most index_head_dim ({self.index_head_dim})",
-        )
+        rope, width = self.qk_rope_head_dim, self.index_head_dim
+        self.require("qk_rope_head_dim", rope <= width, f"it must be at most index_head_dim ({width})")
         for name in ("num_nextn_predict_layers", "dspark_block_size"):
-            value = getattr(self, name)
-            self.require(name, is_natural(value), "it must be a non-negative integer")
+            self.require(name, is_natural(getattr(self, name)), "it must be a non-negative integer")
         self._check_schedule()
         self._check_candidates()
         self._check_rope()
@@ -144,18 +132,12 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
         )
         for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
             ids = getattr(self, name)
-            increasing = all(a < b for a, b in zip(ids, ids[1:], strict=False))
-            self.require(
-                name,
-                all(map(is_natural, ids)) and increasing and all(i < len(ratios) for i in ids),
-                f"layers must be strictly increasing and below len(compress_ratios) = {len(ratios)}",
-            )
+            increasing = all(a < b for a, b in pairwise([*ids, len(ratios)]))
+            reason = f"layers must be strictly increasing and below len(compress_ratios) = {len(ratios)}"
+            self.require(name, all(map(is_natural, ids)) and increasing, reason)
         sources, index_sources = self.kv_source_layer_ids, self.index_source_layer_ids
-        self.require(
-            "kv_source_layer_ids",
-            set(sources) <= set(index_sources),
-            f"each must be in index_source_layer_ids ({index_sources}) too",
-        )
+        reason = f"each must be in index_source_layer_ids ({index_sources}) too"
+        self.require("kv_source_layer_ids", set(sources) <= set(index_sources), reason)
         current = None  # ratio of the nearest layer below that compresses keys
         for layer, ratio in enumerate(ratios[:depth]):
             if ratio == 0:
@@ -175,16 +157,12 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
         source = self.candidate_source_layer_id
         self.require("candidate_source_layer_id", is_natural(source) or source == -1, "it must be a layer or -1 (off)")
         if source >= 0:
-            self.require(
-                "candidate_source_layer_id",
-                source in self.kv_source_layer_ids,
-                f"it must be one of kv_source_layer_ids ({self.kv_source_layer_ids})",
-            )
-            for name in ("candidate_block_size", "candidate_topk_blocks"):
-                value = getattr(self, name)
-                self.require(name, is_positive_int(value), "it must be a positive integer")
+            key_sources = self.kv_source_layer_ids
+            reason = f"it must be one of kv_source_layer_ids ({key_sources})"
+            self.require("candidate_source_layer_id", source in key_sources, reason)
+            self.require_positive_ints("candidate_block_size", "candidate_topk_blocks")
             for layer in (i for i in self.index_source_layer_ids if i > source):
-                keys_from = max(i for i in self.kv_source_layer_ids if i <= layer)
+                keys_from = max(i for i in key_sources if i <= layer)
                 self.require(
                     "candidate_source_layer_id",
                     keys_from in (layer, source),
@@ -209,16 +187,12 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
         )
         if not layers:
             return
-        for name in ("engram_n_heads", "engram_head_dim", "engram_vocab_size", "engram_compressed_vocab_size"):
-            value = getattr(self, name)
-            self.require(name, is_positive_int(value), "it must be a positive integer")
+        sizes = ("engram_n_heads", "engram_head_dim", "engram_vocab_size", "engram_compressed_vocab_size")
+        self.require_positive_ints(*sizes)
         size, pad = self.engram_max_ngram_size, self.engram_pad_token_id
         self.require("engram_max_ngram_size", is_natural(size) and size >= 2, "an n-gram has two tokens at least")
-        self.require(
-            "engram_pad_token_id",
-            is_natural(pad) and pad < self.vocab_size,
-            f"it must lie inside the vocabulary, 0..{self.vocab_size - 1}",
-        )
+        is_inside = is_natural(pad) and pad < self.vocab_size
+        self.require("engram_pad_token_id", is_inside, f"it must lie inside the vocabulary, 0..{self.vocab_size - 1}")
 
 
 @strict

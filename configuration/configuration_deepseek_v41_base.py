@@ -27,7 +27,6 @@ class DeepseekV41BaseConfig(CheckedConfig):
         ValueError: if a setting is outside of what the architecture defines; the message names it.
     """
 
-    keys_to_ignore_at_inference = ["cache"]
     attribute_map = {"num_local_experts": "n_routed_experts"}
     positive_ints = (
         "vocab_size",
@@ -105,14 +104,8 @@ class DeepseekV41BaseConfig(CheckedConfig):
         self.require("attention_dropout", 0 <= dropout < 1, "it must lie in [0, 1)")
         groups, heads = self.o_groups, self.num_attention_heads
         self.require("o_groups", heads % groups == 0, f"it must divide num_attention_heads ({heads})")
-        self.require(
-            "num_experts_per_tok",
-            self.num_experts_per_tok <= self.n_routed_experts,
-            f"it cannot exceed n_routed_experts ({self.n_routed_experts})",
-        )
-        rope = self.qk_rope_head_dim
-        self.require(
-            "qk_rope_head_dim",
-            is_positive_int(rope) and rope % 2 == 0 and rope <= self.head_dim,
-            f"it must be positive, even and at most head_dim ({self.head_dim})",
-        )
+        reason = f"it cannot exceed n_routed_experts ({self.n_routed_experts})"
+        self.require("num_experts_per_tok", self.num_experts_per_tok <= self.n_routed_experts, reason)
+        rope, width = self.qk_rope_head_dim, self.head_dim
+        is_valid = is_positive_int(rope) and rope % 2 == 0 and rope <= width
+        self.require("qk_rope_head_dim", is_valid, f"it must be positive, even and at most head_dim ({width})")

@@ -39,14 +39,7 @@ class DeepseekV41DSparkConfig(DSparkConfig, DeepseekV41BaseConfig):
     sliding_window: int = 128
     capture_point: str = ATTENTION_INPUT_MEAN
 
-    def __post_init__(self, **kwargs):
-        kwargs.pop("layer_types", None)  # derived
-        super().__post_init__(**kwargs)
-
     @property
     def layer_types(self) -> list[str]:
         """What a `DFlashCache` builds its cache layers from."""
         return [DSPARK_CONTEXT] * self.num_hidden_layers
-
-    def validate_layer_type(self):
-        """`layer_types` is derived and holds a type of our own: the list in transformers does not apply."""

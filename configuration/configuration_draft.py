@@ -2,12 +2,13 @@
 views of the settings that engines read, validation."""
 
 from importlib import import_module
+from itertools import pairwise
 from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .validation import CheckedConfig, require
+from .validation import CheckedConfig
 
 DRAFT_SCHEMA_VERSION = 1
 
@@ -119,9 +120,8 @@ class DraftConfig(CheckedConfig):
             raise ValueError(f"`{prefix}projector_type` is set: drafts with a projector are another architecture.")
         for engine_name, value in view.items():
             if engine_name not in self.engine_view:
-                raise ValueError(
-                    f"`{prefix}{engine_name}` is not a setting of this draft; known: {list(self.engine_view)}."
-                )
+                known = list(self.engine_view)
+                raise ValueError(f"`{prefix}{engine_name}` is not a setting of this draft; known: {known}.")
             name = self.engine_view[engine_name]
             current = getattr(self, name)
             is_missing = name not in given or (current is None and name in REQUIRED)
@@ -162,11 +162,13 @@ class DraftConfig(CheckedConfig):
         **overrides,
     ) -> "DraftConfig":
         """
-        The configuration of a draft for any causal language model; the module that `builder` names has the defaults.
+        The configuration of a draft for any causal language model. The function of this name in the module that
+        `builder` names says what is the default where an argument is `None`.
 
         Args:
             target_config: the target's configuration; a multimodal one is read through `get_text_config()`.
-            num_draft_layers: decoder layers of the draft.
+            mask_token_id: `propose_mask_token_ids` lists candidates; needed unless the target's configuration has one.
+            num_draft_layers, block_size, target_layer_ids: decoder layers of the draft, slots, layers to read.
             overrides: any field of the configuration.
 
         Raises:
@@ -213,50 +215,43 @@ class DraftConfig(CheckedConfig):
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is missing: a draft configuration has to state it.")
         self.require("block_size", self.block_size >= 2, "a block holds the anchor and at least one slot")
-        check_layer_ids(self.target_layer_ids, self.num_target_layers, self.capture_point)
-        check_mask_token(self.mask_token_id, self.vocab_size, self.bos_token_id, self.eos_token_id)
-        self.require(
-            "slot_layout",
-            self.slot_layout == self.family_slot_layout,
-            f'a {self.model_type} draft has "{self.family_slot_layout}"',
-        )
-        self.require(
-            "capture_point",
-            self.capture_point in self.family_capture_points,
-            f"a {self.model_type} draft reads one of {list(self.family_capture_points)}",
-        )
+        self._check_layer_ids()
+        self._check_mask_token()
+        layout, points = self.family_slot_layout, list(self.family_capture_points)
+        self.require("slot_layout", self.slot_layout == layout, f'a {self.model_type} draft has "{layout}"')
+        reason = f"a {self.model_type} draft reads one of {points}"
+        self.require("capture_point", self.capture_point in points, reason)
         for name in ("output_multiplier", "input_embedding_scale"):
             self.require(name, getattr(self, name) > 0, "it must be positive")
         for name in ("final_logit_softcapping", "sliding_window"):
             value = getattr(self, name)
             self.require(name, value is None or value > 0, "it must be null or positive")
 
+    def _check_layer_ids(self) -> None:
+        """They are strictly increasing layers that every engine can tap."""
+        layer_ids, depth = self.target_layer_ids, self.num_target_layers
+        increasing = all(a < b for a, b in pairwise(layer_ids))
+        is_valid = bool(layer_ids) and increasing and layer_ids[0] >= 0
+        self.require("target_layer_ids", is_valid, "give strictly increasing zero-based layers")
+        if depth is not None:
+            last = last_layer_id(depth, self.capture_point)
+            reason = f"of a target with {depth} layers, serving engines can tap ids up to {last}"
+            self.require("target_layer_ids", layer_ids[-1] <= last, reason)
+
+    def _check_mask_token(self) -> None:
+        """It is a row of the target's embedding and neither bos nor eos."""
+        mask, eos = self.mask_token_id, self.eos_token_id
+        inside = f"it must lie inside the target's vocabulary, 0..{self.vocab_size - 1}"
+        self.require("mask_token_id", 0 <= mask < self.vocab_size, inside)
+        self.require(
+            "mask_token_id",
+            mask != self.bos_token_id and mask not in (eos if isinstance(eos, list) else [eos]),
+            "it is the target's bos or eos token, and the draft would learn that token as noise. "
+            "`propose_mask_token_ids(tokenizer, vocab_size)` lists reserved or unused ids",
+        )
+
 
 def last_layer_id(num_target_layers: int, capture_point: str) -> int:
     """The highest layer that engines can tap: they hand out the last layer's output after the final norm only; what
     enters that layer they do hand out."""
     return num_target_layers - (2 if capture_point == LAYER_OUTPUT else 1)
-
-
-def check_layer_ids(layer_ids: list[int], num_target_layers: int | None, capture_point: str = LAYER_OUTPUT) -> None:
-    """Raises a `ValueError` unless `layer_ids` are strictly increasing layers that every engine can tap."""
-    increasing = all(a < b for a, b in zip(layer_ids, layer_ids[1:], strict=False))
-    is_valid = bool(layer_ids) and increasing and layer_ids[0] >= 0
-    require(is_valid, "target_layer_ids", layer_ids, "give strictly increasing zero-based layers")
-    if num_target_layers is not None:
-        last = last_layer_id(num_target_layers, capture_point)
-        reason = f"of a target with {num_target_layers} layers, serving engines can tap ids up to {last}"
-        require(layer_ids[-1] <= last, "target_layer_ids", layer_ids, reason)
-
-
-def check_mask_token(mask_token_id: int, vocab_size: int, bos: int | None, eos: int | list[int] | None) -> None:
-    """Raises a `ValueError` unless the mask token is a row of the target's embedding and neither bos nor eos."""
-    inside = f"it must lie inside the target's vocabulary, 0..{vocab_size - 1}"
-    require(0 <= mask_token_id < vocab_size, "mask_token_id", mask_token_id, inside)
-    require(
-        mask_token_id != bos and mask_token_id not in (eos if isinstance(eos, list) else [eos]),
-        "mask_token_id",
-        mask_token_id,
-        "it is the target's bos or eos token, and the draft would learn that token as noise. "
-        "`propose_mask_token_ids(tokenizer, vocab_size)` lists reserved or unused ids",
-    )

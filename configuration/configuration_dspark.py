@@ -11,8 +11,9 @@ CONFIDENCE_INPUTS = ("post_norm", "pre_norm")
 
 @strict
 class DSparkConfig(DraftConfig):
-    r"""A [`DraftConfig`] with the fields of DSpark's heads (arXiv 2607.05147). `block_size` counts drafted tokens,
-    since the anchor's slot drafts too.
+    r"""
+    A [`DraftConfig`] with the fields of DSpark's heads (arXiv 2607.05147). `block_size` counts drafted tokens, as the
+    anchor's slot drafts too.
 
     Args:
         markov_rank (`int`, *optional*): Rank of the Markov head, which biases a slot's logits by the token before it;
@@ -45,18 +46,13 @@ class DSparkConfig(DraftConfig):
         super().check()
         rank, temperatures = self.markov_rank, self.confidence_temperatures
         self.require("markov_rank", rank is None or rank > 0, "it must be positive, or null for no Markov head")
-        self.require(
-            "confidence_head",
-            rank is not None or not self.confidence_head,
-            "it reads the Markov head's embedding, and `markov_rank` is null",
-        )
-        self.require(
-            "confidence_input", self.confidence_input in CONFIDENCE_INPUTS, f"it must be one of {CONFIDENCE_INPUTS}"
-        )
+        has_embedding = rank is not None or not self.confidence_head
+        reason = "it reads the Markov head's embedding, and `markov_rank` is null"
+        self.require("confidence_head", has_embedding, reason)
+        is_known = self.confidence_input in CONFIDENCE_INPUTS
+        self.require("confidence_input", is_known, f"it must be one of {CONFIDENCE_INPUTS}")
         self.require("is_causal", not self.is_causal, "the slots of a DSpark block see each other in both directions")
-        self.require(
-            "confidence_temperatures",
-            temperatures is None
-            or (len(temperatures) == self.block_size and all(math.isfinite(t) and t > 0 for t in temperatures)),
-            f"it needs a positive number for each of the {self.block_size} slots",
-        )
+        if temperatures is not None:
+            is_valid = len(temperatures) == self.block_size and all(0 < t < math.inf for t in temperatures)
+            reason = f"it needs a positive number for each of the {self.block_size} slots"
+            self.require("confidence_temperatures", is_valid, reason)

@@ -62,8 +62,8 @@ class KimiK3TextConfig(KimiK3BaseConfig):
     def __post_init__(self, **kwargs):
         _drop_mxfp4(kwargs)
         if self.linear_attn_config is None:
-            full = [layer for layer in range(1, self.num_hidden_layers + 1) if layer % 4 == 0]
-            full = sorted({*full, self.num_hidden_layers})
+            layers = range(1, self.num_hidden_layers + 1)
+            full = [layer for layer in layers if layer % 4 == 0 or layer == self.num_hidden_layers]
             self.linear_attn_config = {
                 "head_dim": 128,
                 "num_heads": 96,
@@ -71,7 +71,7 @@ class KimiK3TextConfig(KimiK3BaseConfig):
                 "use_full_rank_gate": True,
                 "gate_lower_bound": -5.0,
                 "full_attn_layers": full,
-                "kda_layers": [layer for layer in range(1, self.num_hidden_layers + 1) if layer not in full],
+                "kda_layers": [layer for layer in layers if layer not in full],
             }
         super().__post_init__(**kwargs)
 
@@ -105,56 +105,37 @@ class KimiK3TextConfig(KimiK3BaseConfig):
     @property
     def mlp_layer_types(self) -> list[str]:
         """`"sparse"` or `"dense"` for every layer."""
-        return ["sparse" if self._is_sparse(i) else "dense" for i in range(self.num_hidden_layers)]
-
-    def _is_sparse(self, layer_idx: int) -> bool:
-        return (
-            self.num_experts is not None
-            and layer_idx >= self.first_k_dense_replace
-            and layer_idx % self.moe_layer_freq == 0
-        )
-
-    def validate_layer_type(self):
-        """`layer_types` is derived and holds a type of our own: the list in transformers does not apply."""
+        first = self.num_hidden_layers if self.num_experts is None else self.first_k_dense_replace
+        return [
+            "sparse" if layer >= first and layer % self.moe_layer_freq == 0 else "dense"
+            for layer in range(self.num_hidden_layers)
+        ]
 
     def check(self) -> None:
         super().check()
         size = self.attn_res_block_size
         self.require("attn_res_block_size", size is None or size > 0, "null or positive")
-        self._check_layers()
-        if self.num_experts is not None:
-            self._check_experts()
-
-    def _check_layers(self):
         lists = [self.linear_attn_config.get(name) for name in ("kda_layers", "full_attn_layers")]
         self.require(
             "linear_attn_config",
             None not in lists and sorted(lists[0] + lists[1]) == list(range(1, self.num_hidden_layers + 1)),
             f"kda_layers and full_attn_layers (1-based) must be disjoint and cover 1..{self.num_hidden_layers}",
         )
-        require(
-            len(lists[1]) > 0,
-            "linear_attn_config.full_attn_layers",
-            lists[1],
-            "at least one layer must be full attention",
-        )
+        name = "linear_attn_config.full_attn_layers"
+        require(len(lists[1]) > 0, name, lists[1], "at least one layer must be full attention")
         bound = self.linear_gate_lower_bound
         require(bound is None or bound < 0, "linear_attn_config.gate_lower_bound", bound, "null or negative")
+        if self.num_experts is not None:
+            self._check_experts()
 
     def _check_experts(self):
         for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size"):
             value = getattr(self, name)
             self.require(name, value is not None and value > 0, "a model with experts needs it positive")
-        self.require(
-            "num_experts_per_token",
-            self.num_experts_per_token <= self.num_experts,
-            f"it cannot exceed num_experts ({self.num_experts})",
-        )
-        self.require(
-            "moe_router_activation_func",
-            self.moe_router_activation_func in ("sigmoid", "softmax"),
-            'it must be "sigmoid" or "softmax"',
-        )
+        reason = f"it cannot exceed num_experts ({self.num_experts})"
+        self.require("num_experts_per_token", self.num_experts_per_token <= self.num_experts, reason)
+        is_known = self.moe_router_activation_func in ("sigmoid", "softmax")
+        self.require("moe_router_activation_func", is_known, 'it must be "sigmoid" or "softmax"')
         groups = self.num_expert_group
         self.require("num_expert_group", groups > 0 and self.num_experts % groups == 0, "it must divide num_experts")
         self.require("topk_group", 0 < self.topk_group <= groups, f"it must lie in 1..{groups}")

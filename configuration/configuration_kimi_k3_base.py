@@ -25,7 +25,6 @@ class KimiK3BaseConfig(CheckedConfig):
         ValueError: if a setting is outside of what the architecture defines; the message names it.
     """
 
-    keys_to_ignore_at_inference = ["cache"]
     positive_ints = (
         "vocab_size",
         "hidden_size",
@@ -68,7 +67,6 @@ class KimiK3BaseConfig(CheckedConfig):
     activation_situ_linear_beta: float | int | None = 25.0
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("layer_types", None)  # derived
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -82,14 +80,10 @@ class KimiK3BaseConfig(CheckedConfig):
     def check(self) -> None:
         super().check()
         self.require("mla_use_nope", self.mla_use_nope, "K3's MLA has no rotary form; it must be true")
-        self.require(
-            "num_key_value_heads",
-            self.num_key_value_heads == self.num_attention_heads,
-            f"MLA has one key/value per query head; it must equal num_attention_heads ({self.num_attention_heads})",
-        )
-        self.require(
-            "tie_word_embeddings", not self.tie_word_embeddings, "K3 has a separate LM head; it must be false"
-        )
-        self.require("q_lora_rank", self.q_lora_rank is None or self.q_lora_rank > 0, "null or positive")
-        beta = self.activation_situ_linear_beta
-        self.require("activation_situ_linear_beta", beta is None or beta > 0, "null or positive")
+        heads, is_tied = self.num_attention_heads, self.tie_word_embeddings
+        reason = f"MLA has one key/value per query head; it must equal num_attention_heads ({heads})"
+        self.require("num_key_value_heads", self.num_key_value_heads == heads, reason)
+        self.require("tie_word_embeddings", not is_tied, "K3 has a separate LM head; it must be false")
+        for name in ("q_lora_rank", "activation_situ_linear_beta"):
+            value = getattr(self, name)
+            self.require(name, value is None or value > 0, "null or positive")

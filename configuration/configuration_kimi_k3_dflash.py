@@ -67,16 +67,10 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
     def check(self) -> None:
         super().check()
         count, depth = self.num_full_attention_layers, self.num_hidden_layers
-        self.require(
-            "num_full_attention_layers",
-            0 <= count < depth,
-            f"of {depth} layers at least one keeps the window (for none, set `sliding_window` to null)",
-        )
-        self.require(
-            "num_full_attention_layers",
-            not count or self.sliding_window is not None,
-            "without a `sliding_window` every layer sees the whole context: leave it out, or set a window",
-        )
+        reason = f"of {depth} layers at least one keeps the window (for none, set `sliding_window` to null)"
+        self.require("num_full_attention_layers", 0 <= count < depth, reason)
+        reason = "without a `sliding_window` every layer sees the whole context: leave it out, or set a window"
+        self.require("num_full_attention_layers", not count or self.sliding_window is not None, reason)
         kda, full = (self.linear_attn_config.get(name, []) for name in ("kda_layers", "full_attn_layers"))
         is_full = not kda and sorted(full) == list(range(1, depth + 1))
         if self.num_experts is not None or self.attn_res_block_size is not None or not is_full:

@@ -25,22 +25,27 @@ def require(condition: bool, name: str, value, reason: str) -> None:
 
 @strict
 class CheckedConfig(PreTrainedConfig):
-    """A configuration that checks itself when it is made. A subclass names its sizes and extends `check`."""
+    """A configuration that checks itself when it is made, and derives `layer_types` anew. A subclass names its sizes and
+    extends `check`."""
 
+    keys_to_ignore_at_inference = ["cache"]
     positive_ints: ClassVar[tuple[str, ...]] = ()
     positive_numbers: ClassVar[tuple[str, ...]] = ()
 
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("layer_types", None)
         super().__post_init__(**kwargs)
         self.check()
+
+    def validate_layer_type(self):
+        """The types may be our own: the list in transformers does not apply."""
 
     def check(self) -> None:
         """Raises a `ValueError` that names the first setting outside of what is defined."""
         self.check_version("schema_version", SCHEMA_VERSION)
-        for name in self.positive_ints:
-            self.require(name, is_positive_int(getattr(self, name)), "it must be a positive integer")
+        self.require_positive_ints(*self.positive_ints)
         for name in self.positive_numbers:
             value = getattr(self, name)
             self.require(name, math.isfinite(value) and value > 0, "it must be finite and positive")
@@ -49,6 +54,10 @@ class CheckedConfig(PreTrainedConfig):
         """Refuses settings of a later version than this code knows."""
         reason = f"this version of blockdraft reads up to {known}; install a newer one"
         self.require(name, getattr(self, name) <= known, reason)
+
+    def require_positive_ints(self, *names: str) -> None:
+        for name in names:
+            self.require(name, is_positive_int(getattr(self, name)), "it must be a positive integer")
 
     def require(self, name: str, condition: bool, reason: str) -> None:
         """Raises a `ValueError` that names a setting of this configuration, unless `condition`."""
