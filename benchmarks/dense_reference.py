@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.modeling.draft.block_targets import build_block_inputs, build_block_targets, build_dspark_targets
-from blockdraft.modeling.draft.dense_blocks import block_attention_mask, block_position_ids
+from blockdraft.modeling.draft.block_visibility import block_visibility
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.objectives.dspark import DSparkAlphas
 from blockdraft.trainer.objectives.slot_targets import slot_weights
@@ -44,7 +44,7 @@ def dense_dflash_loss(
     hidden_states = draft(
         noise_embeds=draft.embed_block(block_ids, embedding).detach(),
         context_hidden_states=features,
-        attention_mask=block_attention_mask(*anchors, input_ids.shape[1], config.block_size, **rule),
+        attention_mask=block_visibility(*anchors, input_ids.shape[1], config.block_size, **rule).dense_mask(),
     ).last_hidden_state
     labels = build_block_targets(input_ids, rows["loss_mask"], *anchors, config.block_size)
     weights = slot_weights(labels.mask, prefix_lengths, gamma)
@@ -79,8 +79,8 @@ def dense_dspark_loss(
     output = draft(
         noise_embeds=draft.embed_block(block_ids, embedding).detach(),
         context_hidden_states=features,
-        attention_mask=block_attention_mask(*anchors, length, size, **rule),
-        position_ids=block_position_ids(anchors[0], length, size),
+        attention_mask=block_visibility(*anchors, length, size, **rule).dense_mask(),
+        position_ids=draft.build_position_ids(anchors[0], length),
     )
     labels = build_dspark_targets(input_ids, rows["loss_mask"], *anchors, size)
     weights = slot_weights(labels.mask, 0, gamma).flatten(1)

@@ -80,8 +80,8 @@ def build_deepseek_v41_dspark_draft_config(
     target_config, builder = target_config.get_text_config(), "DeepseekV41DSparkConfig.from_target_config"
     if not isinstance(target_config, DeepseekV41TextConfig):
         raise ValueError(
-            f"`target_config` has the model type {target_config.model_type!r}, not a DeepSeek V4.1's. `{builder}` builds "
-            "a draft for any other target."
+            f"`target_config` has the model type {target_config.model_type!r}, not a DeepSeek V4.1's. `{builder}` "
+            "builds a draft for any other target."
         )
     depth, stages = target_config.num_hidden_layers, target_config.num_nextn_predict_layers
     require(stages > 0, "num_nextn_predict_layers", stages, "the target describes no draft")

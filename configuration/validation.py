@@ -25,7 +25,7 @@ def require(condition: bool, name: str, value, reason: str) -> None:
 
 @strict
 class CheckedConfig(PreTrainedConfig):
-    """A configuration that checks itself when it is made, and derives `layer_types` anew. A subclass names its sizes and
+    """A configuration that checks itself when it is made, and derives `layer_types`. A subclass names its sizes and
     extends `check`."""
 
     keys_to_ignore_at_inference = ["cache"]

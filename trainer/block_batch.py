@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from ..configuration.configuration_draft import DraftConfig
 from ..modeling.draft.anchors import Anchors, legal_anchors, legal_dspark_anchors, sample_anchors
-from ..modeling.draft.block_plan import BlockPlan
 from ..modeling.draft.block_targets import build_block_inputs, build_block_targets, build_dspark_targets
+from ..modeling.draft.block_visibility import BlockPlan
 from ..modeling.draft.documents import document_positions, document_remaining
 from ..modeling.draft.modeling_draft import DraftPreTrainedModel
 from ..modeling.draft.prefix_lengths import sample_prefix_lengths

@@ -82,7 +82,7 @@ def _decode_rows(
     model: PreTrainedModel,
     sequences: Iterable[DecodedSequence],
     draft: PreTrainedModel,
-    confidence_schedule: Callable[[list[float]], int] | None,
+    confidence_schedule: Callable | None,
 ) -> list[BlockDecodeOutput]:
     for fault in shape_faults(model, draft.config):
         raise ValueError(fault)
@@ -102,7 +102,7 @@ def _decode_row(
     draft: PreTrainedModel,
     capture: FeatureCapture,
     sequence: DecodedSequence,
-    confidence_schedule: Callable[[list[float]], int] | None,
+    confidence_schedule: Callable | None,
 ) -> BlockDecodeOutput:
     """A prefill, then rounds: draft, choose how many to verify, verify, commit, roll the cache back, read features."""
     stopwatch, accepted_lengths, verified_lengths, confidence_logits = Stopwatch(sequence.returns_details), [], [], []
@@ -189,8 +189,8 @@ class _Drafter:
         self.num_candidates = config.num_drafted
         self._first_slot = config.block_size - config.num_drafted
         self.known = config.num_known_tokens
-        device = device_of(self._embed_tokens, target.device)
-        self._block = torch.full((1, config.block_size), config.mask_token_id, device=device)
+        block_device = device_of(self._embed_tokens, target.device)
+        self._block = torch.full((1, config.block_size), config.mask_token_id, device=block_device)
         self._positions = torch.arange(target.positions.shape[-1], device=self.device)[None]
         self._num_hidden = 0 if target.mask is None else int((target.mask[0] == 0).sum())
         self._cache = DFlashCache(config=config)

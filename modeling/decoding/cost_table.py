@@ -7,13 +7,16 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 import torch
 from transformers import PreTrainedModel
 
 from .block_decoding import block_decode
-from .confidence_schedule import survivals, synchronous_lengths
+from .confidence_schedule import survivals
+
+# Candidates less likely to survive than this are never verified.
+MIN_SURVIVAL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,9 @@ class CostTable:
     """Verifies while another candidate raises the tokens expected a second.
 
     Args:
-        tokens: numbers of tokens through the target, strictly increasing.
+        tokens: numbers of tokens through the target, strictly increasing. A single one says nothing about the price of
+            a token: everything is verified.
         seconds: duration of a whole round, the draft's part included, with that many.
-
-    One entry says nothing about the price of a token: everything is verified.
 
     Raises:
         ValueError: if the lists do not fit together, or hold what is no number of tokens or no duration.
@@ -52,8 +54,12 @@ class CostTable:
         """Number of candidates to verify, from the calibrated confidences of all."""
         if len(self.tokens) == 1:
             return len(confidences)
-        [length] = synchronous_lengths([survivals(confidences)], self.round_seconds)
-        return length
+        likely = takewhile(lambda survival: survival >= MIN_SURVIVAL, survivals(confidences))
+        expected = accumulate(likely, initial=1.0)  # tokens of a round that verifies 0, 1, ... candidates
+        rates = [tokens / self.round_seconds(1 + length) for length, tokens in enumerate(expected)]
+        # The first peak, found without a look at anything behind the next candidate.
+        falls = (length for length, (rate, following) in enumerate(pairwise(rates)) if following <= rate)
+        return next(falls, len(rates) - 1)
 
 
 class _RoundTimer:

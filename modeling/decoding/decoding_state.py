@@ -158,17 +158,15 @@ class DecodedSequence:
         scores = logits.to(self.tokens.device, torch.float32)
         if self.prefix_free:
             return self._processors(self.tokens[:, :position], scores)
-        live = len(scores) if self._takes_any_prefix else self._live_rows(position, len(scores))
+        live = len(scores)
+        if not self._takes_any_prefix:
+            # Rows behind a stop token never count, and a constraint need not know what to allow there.
+            ahead = self.tokens[0, self.length : position + len(scores) - 1].tolist()  # waits for the device
+            stop = next((k for k, token in enumerate(ahead) if token in self._stop_tokens), len(ahead))
+            live = max(0, self.length + stop + 1 - position)
         start = self.row.padding + position
         rows = [self._process_row(self._padded[:, : start + k], row) for k, row in enumerate(scores[:live])]
         return torch.cat([*rows, scores[live:]])
-
-    def _live_rows(self, position: int, n: int) -> int:
-        """How many of `n` rows from `position` on may count: those behind a stop token never do, and a constraint need
-        not know what to allow there. Waits for the device."""
-        ahead = self.tokens[0, self.length : position + n - 1].tolist()
-        stop = next((k for k, token in enumerate(ahead) if token in self._stop_tokens), len(ahead))
-        return max(0, self.length + stop + 1 - position)
 
     def _process_row(self, prefix: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         """`[1, prefix]` and `[vocab]` -> `[1, vocab]`. Some processors know the rows of their batch apart."""

@@ -75,14 +75,14 @@ def enter(
 ) -> DecodeOutput:
     """Runs a loop whose function `generate` called, with prepared arguments, or a user, with those of `generate`."""
     if not is_prepared(rules.generation_config):
-        return call_generate(loop, model, input_ids, **rules._asdict(), **kwargs)
+        return _call_generate(loop, model, input_ids, **rules._asdict(), **kwargs)
     kept = find_kept_arguments(model)
     _check_kept_arguments(loop.name, model, kept)
     streamer = kept.get("streamer") if rules.streamer is None else rules.streamer
     return run(loop, streamer, model, input_ids, *rules[:-1], **kwargs)
 
 
-def call_generate(
+def _call_generate(
     loop: Loop, model: PreTrainedModel, inputs, streamer=None, tokenizer=None, stopping_criteria=None, **kwargs
 ) -> DecodeOutput:
     """Calls `generate` with [`run`] as its loop. Streamer and tokenizer, which `generate` would not pass on, arrive:
@@ -134,8 +134,13 @@ def run(
     after another, joins them."""
     rules = Rules(logits_processor, stopping_criteria, generation_config, streamer)
     _check_call(loop.name, input_ids, rules, inputs)
-    sequences = (DecodedSequence(row, rules) for row in split_rows(input_ids, inputs))
-    return join_rows(loop.decode_rows(model, sequences), generation_config)
+    outputs = loop.decode_rows(model, (DecodedSequence(row, rules) for row in split_rows(input_ids, inputs)))
+    if len(outputs) == 1:
+        return outputs[0] if generation_config.return_dict_in_generate else outputs[0].sequences
+    longest, pad = max(row.sequences.shape[1] for row in outputs), _pad_token(generation_config)
+    filled = [nn.functional.pad(row.sequences, (0, longest - row.sequences.shape[1]), value=pad) for row in outputs]
+    sequences = torch.cat(filled)
+    return BatchDecodeOutput(sequences, outputs) if generation_config.return_dict_in_generate else sequences
 
 
 def _check_call(name: str, input_ids: torch.LongTensor, rules: Rules, inputs: dict) -> None:
@@ -217,13 +222,3 @@ def split_rows(input_ids: torch.LongTensor, model_kwargs: dict) -> Iterator[Row]
         if len(input_ids) > 1:
             inputs["cache"] = copy.deepcopy(cache)
         yield Row(input_ids[number : number + 1], padding, inputs, number, len(input_ids))
-
-
-def join_rows(outputs: list[BlockDecodeOutput], config: GenerationConfig) -> DecodeOutput:
-    """What a call returns for the outputs of its rows."""
-    if len(outputs) == 1:
-        return outputs[0] if config.return_dict_in_generate else outputs[0].sequences
-    longest, pad = max(output.sequences.shape[1] for output in outputs), _pad_token(config)
-    filled = [nn.functional.pad(row.sequences, (0, longest - row.sequences.shape[1]), value=pad) for row in outputs]
-    sequences = torch.cat(filled)
-    return BatchDecodeOutput(sequences, outputs) if config.return_dict_in_generate else sequences

@@ -13,14 +13,10 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.configuration_deepseek_v41 import DEEPSEEK_V41_ATTENTION, DeepseekV41TextConfig
-from ..ops.fp4_rounding import round_to_mxfp4, round_to_nvfp4
 from ..ops.fp32 import Fp32Linear
+from ..ops.number_formats import round_to_mxfp4, round_to_nvfp4
 from ..target.cache_rollback import check_crop
-from .deepseek_v41_layers import (
-    DeepseekV41RMSNorm,
-    DeepseekV41WindowAttention,
-    rotate,
-)
+from .deepseek_v41_layers import DeepseekV41RMSNorm, DeepseekV41WindowAttention, rotate
 from .token_plan import GroupPlan, TokenPlan, move_fields
 
 
@@ -153,18 +149,8 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
         self.recorded += length if self.record_past else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """
-        Takes back the last `-tokens_to_remove` tokens.
-
-        Raises:
-            ValueError: if `tokens_to_remove` is positive.
-            RuntimeError: if the cache does not record, or not that many tokens are recorded.
-        """
-        check_crop(tokens_to_remove, self.record_past)
-        if -tokens_to_remove > self.recorded:
-            raise RuntimeError(
-                f"`crop({tokens_to_remove})` takes back more than the {self.recorded} tokens since the last `crop`."
-            )
+        """Takes back the last `-tokens_to_remove` tokens; for the errors see [`check_crop`]."""
+        check_crop(tokens_to_remove, self.record_past, self.recorded)
         self.seen += tokens_to_remove
         self.recorded = 0
         for name, columns in self.columns.items():

@@ -6,7 +6,7 @@ import torch
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
-from ..ops.expert_conversion import ExpertConverter, StackExperts
+from ..ops.expert_conversion import StackExperts, expert_converters
 from ..ops.number_formats import dequantize_fp4, dequantize_fp8_block, dequantize_fp8_rows
 
 # Released names, and the modules' for the same tensors. What is in neither table keeps its name.
@@ -30,20 +30,16 @@ FP8_BLOCK_MODULES = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "gate_proj", "up_pro
 FP8_ROWS_MODULE = r"engram\.embed"
 
 
-def native_name(name: str) -> str:
+def native_name(name: str, top_names: dict[str, str] = TOP_NAMES, layer_names: dict[str, str] = LAYER_NAMES) -> str:
     """A released tensor's name here, without `model.`; single experts keep theirs."""
-    return _renamed(name, TOP_NAMES, LAYER_NAMES)
+    if match := LAYER.fullmatch(name):
+        return match[1] + layer_names.get(match[2], match[2])
+    return top_names.get(name, name)
 
 
 def released_name(name: str) -> str:
     """The inverse of [`native_name`]."""
-    return _renamed(name, RELEASED_TOP_NAMES, RELEASED_LAYER_NAMES)
-
-
-def _renamed(name: str, top_names: dict[str, str], layer_names: dict[str, str]) -> str:
-    if match := LAYER.fullmatch(name):
-        return match[1] + layer_names.get(match[2], match[2])
-    return top_names.get(name, name)
+    return native_name(name, RELEASED_TOP_NAMES, RELEASED_LAYER_NAMES)
 
 
 class RenameReleased(WeightRenaming):
@@ -164,25 +160,10 @@ def looks_like_fp8_codes(weight: torch.Tensor) -> bool:
 
 def register_deepseek_v41_conversion() -> None:
     """Registers the mapping that `from_pretrained` applies and `save_pretrained` reverts."""
-    experts = {
-        r"\.experts.gate_up_proj": StackDeepseekV41Experts("w1", "w3"),
-        r"\.experts.down_proj": StackDeepseekV41Experts("w2"),
-    }
     fp8 = [DequantizeFp8(module) for module in (*FP8_BLOCK_MODULES, FP8_ROWS_MODULE)]
-    register_checkpoint_conversion_mapping(
-        "deepseek_v41_text",
-        [
-            RenameReleased(),
-            *(
-                ExpertConverter(stack.source_patterns, target_patterns=target, operations=[stack])
-                for target, stack in experts.items()
-            ),
-            *(
-                Fp8Converter(
-                    operation.source_patterns, target_patterns=operation.source_patterns[0], operations=[operation]
-                )
-                for operation in fp8
-            ),
-        ],
-        overwrite=True,
-    )
+    fp8_converters = [
+        Fp8Converter(decode.source_patterns, target_patterns=decode.source_patterns[0], operations=[decode])
+        for decode in fp8
+    ]
+    mapping = [RenameReleased(), *expert_converters(StackDeepseekV41Experts), *fp8_converters]
+    register_checkpoint_conversion_mapping("deepseek_v41_text", mapping, overwrite=True)

@@ -7,34 +7,25 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.integrations import use_experts_implementation
 from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_deepseek_v41_base import DeepseekV41BaseConfig
 from ..ops.cache_rounding import round_to_fp8
-from ..ops.clamped_swiglu import clamped_swiglu
-from ..ops.elementwise import rms_norm
-from ..ops.fp32 import KeepsFp32
+from ..ops.elementwise import RMSNorm, last_axis_chunks, wide_dtype
+from ..ops.fp32 import Fp32Weight, KeepsFp32
 from .hyper_connections import normed_projection, sinkhorn
 
 # Channels that carry the sink through scaled_dot_product_attention: two are used, eight keep rows aligned.
 SINK_CHANNELS = 8
 
 
-class DeepseekV41RMSNorm(nn.Module):
+class DeepseekV41RMSNorm(RMSNorm):
     """Root mean square norm in fp32, multiplied by the weight, **then** cast back to the input's dtype."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps, cast_first=False)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+    cast_first = False
 
 
 # ---- rotary embedding ---------------------------------------------------------------------------------------------
@@ -171,12 +162,45 @@ class DeepseekV41Router(KeepsFp32):
         return logits, weights * self.config.routed_scaling_factor, experts
 
 
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, limit):
+        ctx.save_for_backward(gate, up)
+        ctx.limit = limit
+        output = gate.new_empty(gate.shape, dtype=wide_dtype(gate))
+        for g, u, out in last_axis_chunks(gate, up, output):
+            g, u = g.to(out.dtype), u.to(out.dtype)
+            if limit:
+                g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+            torch.mul(nn.functional.silu(g), u, out=out)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        gate, up = ctx.saved_tensors
+        limit = ctx.limit or float("inf")
+        gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        for g, u, d, dg, du in last_axis_chunks(gate, up, gradient, gate_gradient, up_gradient):
+            g, u = g.to(d.dtype), u.to(d.dtype)
+            passed_gate, passed_up = g <= limit, u.abs() <= limit
+            g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+            opened = g.sigmoid()
+            activated = g * opened
+            du.copy_(d * activated * passed_up)
+            dg.copy_((1 - opened).mul_(activated).add_(opened).mul_(u).mul_(d).mul_(passed_gate))
+        return gate_gradient, up_gradient, None
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` of `[..., n]`, in fp32; 0: no limit."""
+    return _ClampedSwiGLU.apply(gate, up, limit)
+
+
 @use_experts_implementation(is_transposed=True)
 class DeepseekV41Experts(nn.Module):
-    """
-    Routed experts. As written here the router's weight multiplies **before** the down projection, as in the reference;
-    the other implementations of transformers' interface multiply after it, which differs by rounding only.
-    """
+    """Routed experts. The router's weight multiplies **before** the down projection, as in the reference; the other
+    implementations of transformers' interface multiply after it, which differs by rounding only."""
 
     def __init__(self, config: DeepseekV41BaseConfig):
         super().__init__()
@@ -252,16 +276,8 @@ class DeepseekV41MoE(nn.Module):
 # ---- attention ----------------------------------------------------------------------------------------------------
 
 
-class AttentionSinks(KeepsFp32):
-    """A logit for each head `[n]` that takes part in its softmax and has no value. A call returns them, since hooks
-    that bring offloaded weights do so for calls."""
-
-    def __init__(self, num_heads: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_heads, dtype=torch.float32))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
+class AttentionSinks(Fp32Weight):
+    """A logit for each head `[n]` that takes part in its softmax and has no value."""
 
 
 class GroupedLinear(nn.Module):
@@ -386,37 +402,42 @@ def sdpa_sink_attention(
     return output[..., :width].transpose(1, 2)
 
 
-# ---- initialisation -----------------------------------------------------------------------------------------------
+# ---- model --------------------------------------------------------------------------------------------------------
 
 
-def init_deepseek_v41_weights(module: nn.Module, std: float) -> bool:
-    """Initialises a module of this file, matrices with N(0, `std`^2). Returns whether it was one."""
-    if isinstance(module, DeepseekV41RMSNorm):
-        init.ones_(module.weight)
-    elif isinstance(module, DeepseekV41HyperConnection):
-        init.normal_(module.fn, mean=0.0, std=std)
-        init.zeros_(module.base)
-        init.ones_(module.scale)
-    elif isinstance(module, GroupedLinear):
-        init.normal_(module.weight, mean=0.0, std=std)
-    elif isinstance(module, DeepseekV41Router):
-        init.normal_(module.weight, mean=0.0, std=std)
-        init.zeros_(module.e_score_correction_bias)
-        init.zeros_(module.bias_vl)
-    elif isinstance(module, DeepseekV41Experts):
-        init.normal_(module.gate_up_proj, mean=0.0, std=std)
-        init.normal_(module.down_proj, mean=0.0, std=std)
-    elif isinstance(module, AttentionSinks):
-        init.zeros_(module.weight)
-    else:
-        return False
-    return True
+class DeepseekV41ModelMixin:
+    """What the target and its draft, as a `PreTrainedModel`, say of these layers."""
 
+    _keep_in_fp32_modules_strict = ["attn_hc", "ffn_hc", "sinks_param", "e_score_correction_bias", "bias_vl"]
 
-def check_grouped_widths(config: DeepseekV41BaseConfig) -> None:
-    """Raises a `ValueError` where the grouped kernel, which wants rows of whole 16 bytes, cannot take the experts."""
-    if config.moe_intermediate_size % 8 or config.hidden_size % 8:
-        raise ValueError(
-            'experts_implementation="grouped_mm" needs `moe_intermediate_size` and `hidden_size` to be multiples of '
-            '8; use experts_implementation="eager".'
-        )
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for the experts' decorator in the model's file
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        """The grouped kernel wants rows of a multiple of 16 bytes."""
+        if self.config.moe_intermediate_size % 8 or self.config.hidden_size % 8:
+            raise ValueError(
+                'experts_implementation="grouped_mm" needs `moe_intermediate_size` and `hidden_size` to be multiples '
+                'of 8; use experts_implementation="eager".'
+            )
+        return super()._grouped_mm_can_dispatch()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, DeepseekV41HyperConnection):
+            init.normal_(module.fn, mean=0.0, std=std)
+            init.zeros_(module.base)
+            init.ones_(module.scale)
+        elif isinstance(module, (nn.Linear, GroupedLinear, DeepseekV41Router)):
+            init.normal_(module.weight, mean=0.0, std=std)
+            if isinstance(module, DeepseekV41Router):
+                init.zeros_(module.e_score_correction_bias)
+                init.zeros_(module.bias_vl)
+        elif isinstance(module, DeepseekV41Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, AttentionSinks):
+            init.zeros_(module.weight)
+        else:
+            super()._init_weights(module)

@@ -18,11 +18,10 @@ from .compressed_attention import CompressedState, DeepseekV41Attention, Deepsee
 from .conversion_deepseek_v41 import register_deepseek_v41_conversion
 from .deepseek_v41_layers import (
     DeepseekV41HyperConnection,
+    DeepseekV41ModelMixin,
     DeepseekV41MoE,
     DeepseekV41RMSNorm,
     DeepseekV41Router,
-    check_grouped_widths,
-    init_deepseek_v41_weights,
 )
 from .engram import EngramHash, EngramLayer, compressed_token_map
 from .hyper_connections import collapse_streams, expand_streams
@@ -78,7 +77,7 @@ class DeepseekV41DecoderLayer(GradientCheckpointingLayer):
         return expand_streams(output, streams, mix.post, mix.comb), mix.pre, state
 
 
-class DeepseekV41PreTrainedModel(PreTrainedModel):
+class DeepseekV41PreTrainedModel(DeepseekV41ModelMixin, PreTrainedModel):
     config_class = DeepseekV41TextConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -92,14 +91,8 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):
         "hidden_states": DeepseekV41DecoderLayer,  # the streams, `[B, S, s, H]`
     }
     _keep_in_fp32_modules_strict = [
-        "attn_hc",
-        "ffn_hc",
-        "sinks_param",
-        "e_score_correction_bias",
-        "bias_vl",
-        "compressor.wkv",
-        "compressor.wgate",
-        "lm_head",
+        *DeepseekV41ModelMixin._keep_in_fp32_modules_strict,
+        *("compressor.wkv", "compressor.wgate", "lm_head"),
     ]
     _keys_to_ignore_on_load_unexpected = [r"^mtp\.", r"^vision\.", r"^aligner\.", r"^image_(start|end|newline)"]
 
@@ -110,20 +103,12 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):
             names = rf"layers\.({'|'.join(beyond)})\."
             self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, names]
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers looks for the experts' decorator in this file
-
-    def _grouped_mm_can_dispatch(self) -> bool:
-        check_grouped_widths(self.config)
-        return super()._grouped_mm_can_dispatch()
-
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, EngramHash):
             module.init_buffers()
         elif isinstance(module, EngramLayer):
             module.reset_parameters()
-        elif not init_deepseek_v41_weights(module, self.config.initializer_range):
+        else:
             super()._init_weights(module)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,31 +3,172 @@ attention, routed experts and single-pass hyper-connections; a Markov head, toke
 
 import torch
 from torch import nn
-from transformers import initialization as init
-from transformers.cache_utils import Cache, DFlashCache
+from transformers.cache_utils import Cache, DFlashCache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
-from ..draft.block_plan import BlockPlan
-from ..draft.dense_blocks import additive_mask, block_attention_mask, block_position_ids
-from ..draft.dspark_heads import DSparkOutput
+from ...configuration.configuration_deepseek_v41_dspark import DSPARK_CONTEXT, DeepseekV41DSparkConfig
+from ..draft.block_visibility import BlockPlan, block_visibility
+from ..draft.dspark_heads import DSparkHeads, DSparkOutput
 from ..draft.modeling_draft import draft_arguments
 from ..draft.modeling_dspark import DSparkDraftModel, DSparkTokenForward
-from .deepseek_v41_dspark_layers import DeepseekV41DSparkBlock
-from .deepseek_v41_layers import check_grouped_widths, init_deepseek_v41_weights, rope_frequencies, rope_rotations
+from ..draft.visible_attention import VisibleKeys, attend_visible
+from .deepseek_v41_layers import (
+    DeepseekV41HyperConnection,
+    DeepseekV41ModelMixin,
+    DeepseekV41MoE,
+    DeepseekV41RMSNorm,
+    DeepseekV41WindowAttention,
+    rope_frequencies,
+    rope_rotations,
+)
+from .hyper_connections import collapse_streams, expand_streams
 
 
-class DeepseekV41DSparkBackbone(DSparkDraftModel):
+class DSparkContextLayer(DynamicLayer):
+    """
+    Cache layer of a stage: the keys, which are the values too, of the context rows that the next block can see. During
+    a round it holds the block's rows as well; `crop(-block)` drops them and what the window has left behind.
+    """
+
+    _layer_type = DSPARK_CONTEXT
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.cumulative_length = 0
+        self.sliding_window: int | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, sliding_window: int, skipped: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            key_states: `[B, 1, rows, D]`, new context rows, then the block's.
+            value_states: `[B, 1, rows, 0]`.
+            sliding_window: context rows that a block sees.
+            skipped: context rows before the new ones that no block will ever see, so that they have no keys.
+        """
+        self.sliding_window = sliding_window
+        self.cumulative_length += skipped + key_states.shape[-2]
+        return super().update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Context rows so far, those included that are not kept, and the block's until it is cropped."""
+        return self.cumulative_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            self.cumulative_length += tokens_to_remove
+            self.keys = self.keys[..., -self.sliding_window :, :]
+            self.values = self.values[..., -self.sliding_window :, :]
+
+
+class DeepseekV41DSparkAttention(DeepseekV41WindowAttention):
+    """The target's window attention with a block's rows as queries and `[context | block]` as keys."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        rotations: torch.Tensor,
+        attention_mask: torch.Tensor | VisibleKeys | None = None,
+        cache: Cache | None = None,
+        skipped: int = 0,
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states: `[B, Q, H]`, normed block rows.
+            context_hidden_states: `[B, A, H]`, rows of the new context.
+            rotations: `[B, A + Q, R / 2]` complex64, of context and block.
+            attention_mask: one of [`~DraftPreTrainedModel.layer_masks`]; `None`: one block behind its whole context,
+                whose slots all see the last `sliding_window` rows.
+            cache: gets the A + Q key rows, and gives those before them; skipped: see [`DSparkContextLayer`].
+
+        Returns:
+            `[B, Q, H]`.
+        """
+        length = hidden_states.shape[1]
+        block_rotations = rotations[:, -length:]
+        queries = self.queries(hidden_states, block_rotations)[1]
+        keys = self.keys(torch.cat([context_hidden_states, hidden_states], dim=1), rotations)
+        window = self.config.sliding_window
+        if cache is not None:
+            rows = keys.unsqueeze(1)
+            keys = cache.update(rows, rows[..., :0], self.layer_idx, sliding_window=window, skipped=skipped)[0][:, 0]
+        if isinstance(attention_mask, VisibleKeys):
+            inputs = (queries.transpose(1, 2), keys.unsqueeze(1), None)
+            attended = attend_visible(*inputs, attention_mask, self.scaling, self.sinks_param())
+        else:
+            keys = keys[:, -(window + length) :] if attention_mask is None else keys
+            attended = self.attend(queries, keys, attention_mask)
+        return self.project_output(attended, block_rotations)
+
+
+class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
+    """One stage. The first one projects the target's features, the last one owns the final norm and the heads."""
+
+    def __init__(self, config: DeepseekV41DSparkConfig, stage_idx: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn = DeepseekV41DSparkAttention(config, stage_idx)
+        self.ffn = DeepseekV41MoE(config)
+        self.attn_norm = DeepseekV41RMSNorm(size, eps)
+        self.ffn_norm = DeepseekV41RMSNorm(size, eps)
+        self.attn_hc = DeepseekV41HyperConnection(config)
+        self.ffn_hc = DeepseekV41HyperConnection(config)
+        is_first, is_last = stage_idx == 0, stage_idx == config.num_hidden_layers - 1
+        self.main_proj = nn.Linear(config.features_width, size, bias=False) if is_first else None
+        self.main_norm = DeepseekV41RMSNorm(size, eps) if is_first else None
+        self.norm = DeepseekV41RMSNorm(size, eps) if is_last else None
+        heads = DSparkHeads(config) if is_last else None
+        self.markov_head = heads.markov_head if is_last else None
+        self.confidence_head = heads.confidence_head if is_last else None
+
+    def forward(
+        self,
+        streams: torch.Tensor,
+        pre_mix: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        rotations: torch.Tensor,
+        attention_mask: torch.Tensor | VisibleKeys | None = None,
+        cache: Cache | None = None,
+        skipped: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """
+        Args:
+            streams: `[B, Q, s, H]`, the block's residual streams.
+            pre_mix: `[B, Q, s]` fp32, how the attention sums them up.
+            context_hidden_states: the target's features `[B, A, F * H]` in the first stage, `[B, A, H]` after.
+            rotations: `[B, A + Q, R / 2]` complex64, of context and block.
+            attention_mask, cache, skipped: as in [`DeepseekV41DSparkAttention`].
+
+        Returns:
+            The streams; `[B, Q, s]` fp32, how the next sublayer, or the end, sums them up; the projected features. Of
+            the last stage also the collapsed streams `[B, Q, H]` before and after the final norm.
+        """
+        if self.main_proj is not None:
+            context_hidden_states = self.main_norm(self.main_proj(context_hidden_states))
+        mix = self.attn_hc(streams)
+        hidden_states = self.attn_norm(collapse_streams(streams, pre_mix))
+        hidden_states = self.attn(hidden_states, context_hidden_states, rotations, attention_mask, cache, skipped)
+        streams = expand_streams(hidden_states, streams, mix.post, mix.comb)
+        pre_mix, mix = mix.pre, self.ffn_hc(streams)
+        hidden_states = self.ffn(self.ffn_norm(collapse_streams(streams, pre_mix)))
+        streams = expand_streams(hidden_states, streams, mix.post, mix.comb)
+        if self.norm is None:
+            return streams, mix.pre, context_hidden_states, None, None
+        residual = collapse_streams(streams, mix.pre)
+        return streams, mix.pre, context_hidden_states, residual, self.norm(residual)
+
+
+class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
     """The drafter on prepared inputs: embedded blocks and the target's features of their context."""
 
     config_class = DeepseekV41DSparkConfig
     config: DeepseekV41DSparkConfig
     _no_split_modules = ["DeepseekV41DSparkBlock", *DSparkDraftModel._no_split_modules]
     _keep_in_fp32_modules_strict = [
-        "attn_hc",
-        "ffn_hc",
-        "sinks_param",
-        "e_score_correction_bias",
-        "bias_vl",
+        *DeepseekV41ModelMixin._keep_in_fp32_modules_strict,
         *DSparkDraftModel._keep_in_fp32_modules_strict,
     ]
     window_per_query = False
@@ -36,14 +177,6 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
         super().__init__(config)
         self.mtp = nn.ModuleList(DeepseekV41DSparkBlock(config, i) for i in range(config.num_hidden_layers))
         self.post_init()
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers looks for the experts' decorator in this file
-
-    def _grouped_mm_can_dispatch(self) -> bool:
-        check_grouped_widths(self.config)
-        return super()._grouped_mm_can_dispatch()
 
     @property
     def heads_per_key(self) -> int:
@@ -71,16 +204,12 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
             self.to_empty(device=buffer_device)
         super().initialize_weights()
 
-    def _init_weights(self, module: nn.Module):
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=std)
-        elif not init_deepseek_v41_weights(module, std):
-            super()._init_weights(module)
-
     def build_position_ids(self, anchor_positions: torch.LongTensor, context_sequence: int) -> torch.LongTensor:
-        """`[B, N]` anchors -> `[B, context_sequence + N * block_size]`, see [`block_position_ids`]."""
-        return block_position_ids(anchor_positions, context_sequence, self.config.block_size)
+        """`[B, N]` anchors -> `[B, context_sequence + N * block_size]` int64: slot j of the block at anchor a
+        stands at a + j."""
+        context = torch.arange(context_sequence, device=anchor_positions.device).expand(len(anchor_positions), -1)
+        blocks = anchor_positions[..., None] + torch.arange(self.config.block_size, device=anchor_positions.device)
+        return torch.cat([context, blocks.flatten(1)], dim=1)
 
     def build_attention_mask(
         self,
@@ -104,10 +233,10 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
             `[B, 1, N * block_size, S + N * block_size]` in `dtype`: 0 where a query (rows) sees a key (columns), -inf
             elsewhere.
         """
-        config = self.config
-        rule = {"sliding_window": config.sliding_window, "window_per_query": False}
-        visible = block_attention_mask(anchor_positions, block_keep_mask, context_sequence, config.block_size, **rule)
-        return additive_mask(visible, dtype)
+        blocks = (anchor_positions, block_keep_mask, context_sequence, self.config.block_size)
+        rule = {"sliding_window": self.config.sliding_window, "window_per_query": False}
+        visible = block_visibility(*blocks, **rule).dense_mask()
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
 
     @draft_arguments
     def forward(
@@ -161,12 +290,10 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
         """
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
-        self._check_rows(noise_embeds, context_hidden_states, position_ids)
         inputs = (noise_embeds, context_hidden_states, attention_mask, cache)
         plan = self.read_blocks(*inputs, block_plan, anchor_positions, block_keep_mask, document_ids)
-        if plan is None:
-            self._check_blocks(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
         context, length = context_hidden_states, noise_embeds.shape[1]
+        self._check_rows(length, context.shape[1] + length, attention_mask, position_ids, cache)
         visible, skipped = attention_mask, 0
         if plan is not None:
             visible = self.layer_masks(plan)[self.config.sliding_window]
@@ -204,55 +331,28 @@ class DeepseekV41DSparkBackbone(DSparkDraftModel):
 
     def _check_rows(
         self,
-        noise_embeds: torch.Tensor,
-        context_hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor | None,
-    ) -> None:
-        """Widths and lengths of the inputs."""
-        config, width = self.config, self.mtp[0].main_proj.in_features
-        if noise_embeds.shape[-1] != config.hidden_size:
-            raise ValueError(
-                f"`noise_embeds` is {noise_embeds.shape[-1]} wide, `hidden_size` is {config.hidden_size}: embed the "
-                "blocks with the embedding of the draft's target."
-            )
-        if context_hidden_states.shape[-1] != width:
-            raise ValueError(
-                f"`context_hidden_states` is {context_hidden_states.shape[-1]} wide; `target_layer_ids` "
-                f"{config.target_layer_ids} of the target's hidden size make {width}."
-            )
-        rows = context_hidden_states.shape[1] + noise_embeds.shape[1]
-        if position_ids is not None and position_ids.shape[-1] != rows:
-            raise ValueError(
-                f"`position_ids` covers {position_ids.shape[-1]} rows; new context and block make {rows}."
-            )
-
-    def _check_blocks(
-        self,
-        noise_embeds: torch.Tensor,
-        context_hidden_states: torch.Tensor,
+        length: int,
+        rows: int,
         attention_mask: torch.Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
     ) -> None:
-        """Whether it is known, without anchors, which block sees what."""
-        length, size = noise_embeds.shape[1], self.config.block_size
+        """Whether mask, positions and cache fit `length` rows of blocks, with the new context `rows` in all."""
+        if position_ids is not None and position_ids.shape[-1] != rows:
+            raise ValueError(
+                f"`position_ids` covers {position_ids.shape[-1]} rows; new context and block make {rows}."
+            )
         if attention_mask is None:
-            if length > size:
-                raise ValueError(
-                    f"`noise_embeds` holds {length} tokens, more than one block of {size}: pass `anchor_positions` "
-                    "(or a 4D `attention_mask`), or each block would see the others and what follows its anchor."
-                )
             # Not by class: a draft loaded with its own code has its own, and transformers knows one of them.
             if cache is not None and [layer._layer_type for layer in cache.layers] != self.config.layer_types:
                 raise ValueError("`cache` is not this draft's: make it with `DFlashCache(config=draft.config)`.")
             return
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the mask, or the cache.")
-        expected = (length, context_hidden_states.shape[1] + length)
-        if attention_mask.dim() != 4 or attention_mask.shape[-2:] != expected:
+        if attention_mask.dim() != 4 or attention_mask.shape[-2:] != (length, rows):
             raise ValueError(
                 f"`attention_mask` has the shape {tuple(attention_mask.shape)}; block and context make [B, 1, "
-                f"{expected[0]}, {expected[1]}]. Padding has no mask: leave it out of the context."
+                f"{length}, {rows}]. Padding has no mask: leave it out of the context."
             )
         if position_ids is None:
             raise ValueError("`position_ids` is missing: with a mask only they say where the blocks stand.")

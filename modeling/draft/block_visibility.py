@@ -105,6 +105,36 @@ def block_visibility(
     return BlockVisibility(torch.minimum(first, last[..., None]), last, context_length, block_size, causal)
 
 
+@dataclass(frozen=True)
+class BlockPlan:
+    """
+    Where the blocks of a batch stand and what the layers see of the context, made once from their anchors by
+    [`~DraftPreTrainedModel.plan_blocks`]: on the CPU and before the target's forward, so that nothing waits for the
+    device behind it:
+
+    ```python
+    plan = draft.plan_blocks(anchor_positions, block_keep_mask, context_length).to(draft.device)
+    ```
+
+    Attributes:
+        anchor_positions (`[B, N]` int64): 0 for padded blocks.
+        context_length (`int`), block_size (`int`): S, the context rows that the plan is for, and slots of a block.
+        visible (`dict[int | None, BlockVisibility]`): by `sliding_window`, what layers with it see;
+            [`~blockdraft.modeling.draft.visible_attention.VisibleKeys`] for `attn_implementation="sdpa"`.
+    """
+
+    anchor_positions: Tensor
+    context_length: int
+    block_size: int
+    visible: dict[int | None, BlockVisibility]
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> "BlockPlan":
+        """The plan with its tensors on another device. The host does not wait for the copies."""
+        visible = {window: visible.to(device, non_blocking) for window, visible in self.visible.items()}
+        anchor_positions = self.anchor_positions.to(device, non_blocking=non_blocking)
+        return replace(self, anchor_positions=anchor_positions, visible=visible)
+
+
 def last_block_mask(padding_mask: Tensor, block_size: int, **rule) -> Tensor:
     """The rule for one block behind its whole context, as in decoding.
 

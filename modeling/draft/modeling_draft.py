@@ -18,8 +18,7 @@ from ..decoding.block_decoding import block_decode
 from ..decoding.generate import generate
 from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
-from .block_plan import BlockPlan
-from .block_visibility import block_visibility
+from .block_visibility import BlockPlan, block_visibility
 from .visible_attention import VisibleKeys, plan_visible_keys
 
 logger = logging.get_logger(__name__)
@@ -218,8 +217,21 @@ class DraftPreTrainedModel(PreTrainedModel):
         without both. The arguments are those of the forward.
 
         Raises:
-            ValueError: if the blocks are given twice, or do not fit the other inputs.
+            ValueError: if an input has another width than the configuration says, if the blocks are given twice or do
+                not fit the other inputs, or if several come without what says which block sees what.
         """
+        config, (batch, length, width) = self.config, noise_embeds.shape
+        context_length, features_width = context_hidden_states.shape[1:]
+        if width != config.hidden_size:
+            raise ValueError(
+                f"`noise_embeds` is {width} wide, `hidden_size` is {config.hidden_size}: embed the blocks with the "
+                "embedding of the draft's target."
+            )
+        if features_width != config.features_width:
+            raise ValueError(
+                f"`context_hidden_states` is {features_width} wide; `target_layer_ids` {config.target_layer_ids} of "
+                f"the target's hidden size make {config.features_width}."
+            )
         names = ("anchor_positions", "block_keep_mask", "document_ids")
         blocks = zip(names, (anchor_positions, block_keep_mask, document_ids), strict=True)
         given = [name for name, value in blocks if value is not None]
@@ -228,14 +240,20 @@ class DraftPreTrainedModel(PreTrainedModel):
         if block_plan is None and anchor_positions is None:
             if given:
                 raise ValueError(f"`{given[0]}` goes with `anchor_positions`, which are missing.")
+            tells_blocks_apart = attention_mask is not None and len(attention_mask.shape) == 4
+            if length > config.block_size and not tells_blocks_apart:
+                raise ValueError(
+                    f"`noise_embeds` holds {length} tokens, more than one block of {config.block_size}: pass "
+                    "`anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
+                    "follows its anchor."
+                )
             return None
         if attention_mask is not None:
             raise ValueError("`attention_mask` and `anchor_positions` say the same twice: pass one of them.")
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
         anchors = anchor_positions if block_plan is None else block_plan.anchor_positions
-        (batch, length), context_length = noise_embeds.shape[:2], context_hidden_states.shape[1]
-        size = self.config.block_size
+        size = config.block_size
         if anchors.shape[1] * size != length:
             raise ValueError(
                 f"`noise_embeds` holds {length} tokens; {anchors.shape[1]} `anchor_positions` with `block_size` "

@@ -5,7 +5,7 @@ from torch import nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightRenaming
 
-from ..ops.expert_conversion import ExpertConverter, StackExperts
+from ..ops.expert_conversion import StackExperts, expert_converters
 from ..ops.number_formats import dequantize_fp4
 
 # Files hold `A_log` zero-padded to a multiple of this.
@@ -59,10 +59,6 @@ class DropTextPrefix(PrefixChange):
 
 def register_kimi_k3_conversion() -> None:
     """Registers the mapping that `from_pretrained` applies and `save_pretrained` reverts."""
-    experts = {
-        r"\.experts.gate_up_proj": StackKimiK3Experts("w1", "w3"),
-        r"\.experts.down_proj": StackKimiK3Experts("w2"),
-    }
     register_checkpoint_conversion_mapping(
         "kimi_k3_text",
         [
@@ -72,13 +68,8 @@ def register_kimi_k3_conversion() -> None:
                 source_patterns=r"\.block_sparse_moe\.(gate\.|experts\.|shared_experts\.|routed_expert_)",
                 target_patterns=r"\.mlp\.(gate\.|experts\.|shared_experts\.|routed_expert_)",
             ),
-            *(
-                ExpertConverter(stack.source_patterns, target_patterns=target, operations=[stack])
-                for target, stack in experts.items()
-            ),
-            WeightConverter(
-                source_patterns=r"self_attn\.A_log", target_patterns=r"self_attn\.A_log", operations=[UnpadHeads()]
-            ),
+            *expert_converters(StackKimiK3Experts),
+            WeightConverter(r"self_attn\.A_log", target_patterns=r"self_attn\.A_log", operations=[UnpadHeads()]),
         ],
         overwrite=True,
     )

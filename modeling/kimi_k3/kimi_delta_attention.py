@@ -13,7 +13,7 @@ from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ...configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
-from ..ops.fp32 import KeepsFp32
+from ..ops.fp32 import Fp32Weight, KeepsFp32
 from ..target.cache_rollback import check_crop
 
 chunk_kda = None
@@ -217,23 +217,13 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
             self.records = tuple(x[:, :, surplus:] for x in self.records)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """
-        Takes back the last `-tokens_to_remove` tokens.
-
-        Raises:
-            ValueError: if `tokens_to_remove` is positive.
-            RuntimeError: if the cache does not record, or not that many tokens are recorded.
-        """
-        check_crop(tokens_to_remove, self.record_past)
-        kept = self.recorded_tokens + tokens_to_remove
-        if kept < 0:
-            raise RuntimeError(
-                f"`crop({tokens_to_remove})` takes back more than the {self.recorded_tokens} tokens recorded since "
-                f"the last `crop` (at most {ROLLBACK_TOKENS} are kept)."
-            )
+        """Takes back the last `-tokens_to_remove` tokens; for the errors see [`check_crop`]."""
+        at_most = f" (at most {ROLLBACK_TOKENS} are kept)"
+        check_crop(tokens_to_remove, self.record_past, self.recorded_tokens, at_most)
         if self.records is None:
             return
         if tokens_to_remove:
+            kept = self.recorded_tokens + tokens_to_remove
             records = (x[:, :, :kept] for x in self.records)
             self.recurrent_states[0] = kda_rollback(*records, self.base_state) if kept else self.base_state
         window = self.conv_kernel_size[0] - 1
@@ -253,16 +243,8 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
 DYNAMIC_LAYER_TYPE_MAPPING[KIMI_DELTA_ATTENTION] = KimiDeltaAttentionCacheLayer
 
 
-class ShortConvolution(KeepsFp32):
-    """Weight `[channels, 1, taps]`, fp32, of a causal depthwise convolution. A call returns it, since hooks that bring
-    offloaded weights do so for calls."""
-
-    def __init__(self, channels: int, kernel_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=torch.float32))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
+class ShortConvolution(Fp32Weight):
+    """Of a causal depthwise convolution, `[channels, 1, taps]`."""
 
 
 class KimiDeltaAttention(KeepsFp32):
@@ -282,9 +264,9 @@ class KimiDeltaAttention(KeepsFp32):
         self.q_proj = nn.Linear(hidden_size, width, bias=False)
         self.k_proj = nn.Linear(hidden_size, width, bias=False)
         self.v_proj = nn.Linear(hidden_size, width, bias=False)
-        self.q_conv1d = ShortConvolution(width, self.kernel_size)
-        self.k_conv1d = ShortConvolution(width, self.kernel_size)
-        self.v_conv1d = ShortConvolution(width, self.kernel_size)
+        self.q_conv1d = ShortConvolution(width, 1, self.kernel_size)
+        self.k_conv1d = ShortConvolution(width, 1, self.kernel_size)
+        self.v_conv1d = ShortConvolution(width, 1, self.kernel_size)
         self.f_a_proj = nn.Linear(hidden_size, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))

@@ -2,29 +2,70 @@
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...configuration.configuration_kimi_k3_base import KimiK3BaseConfig
-from ..ops.elementwise import rms_norm
-from ..ops.situ import situ
+from ..ops.elementwise import RMSNorm, last_axis_chunks, wide_dtype
 
 # The norms inside MLA use this whatever `rms_norm_eps` says.
 MLA_NORM_EPS = 1e-6
 
 
-class KimiK3RMSNorm(nn.Module):
+class KimiK3RMSNorm(RMSNorm):
     """Root mean square norm in fp32, cast back to the input's dtype, **then** multiplied by the weight."""
 
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
+    cast_first = True
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps, cast_first=True)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+class _Situ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, beta, linear_beta):
+        ctx.save_for_backward(gate, up)
+        ctx.betas = beta, linear_beta
+        output = gate.new_empty(gate.shape)
+        for g, u, out in last_axis_chunks(gate, up, output):
+            g, u = g.to(wide_dtype(g)), u.to(wide_dtype(u))
+            activated = (g / beta).tanh_().mul_(beta).mul_(g.sigmoid())
+            if linear_beta is not None:
+                u = (u / linear_beta).tanh_().mul_(linear_beta)
+            out.copy_(activated.mul_(u))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        gate, up = ctx.saved_tensors
+        beta, linear_beta = ctx.betas
+        gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        for g, u, d, dg, du in last_axis_chunks(gate, up, gradient, gate_gradient, up_gradient):
+            g, u = g.to(wide_dtype(g)), u.to(wide_dtype(u))
+            bounded, opened = (g / beta).tanh_(), g.sigmoid()
+            activated = bounded * opened * beta
+            d_activated, d_up = opened * (1 - bounded * bounded) + activated * (1 - opened), d * activated
+            if linear_beta is not None:
+                u = (u / linear_beta).tanh_()
+                d_up.mul_(1 - u * u)
+                u.mul_(linear_beta)
+            du.copy_(d_up)
+            dg.copy_(d_activated.mul_(u).mul_(d))
+        return gate_gradient, up_gradient, None, None
+
+
+def situ(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
+    """
+    SiTU, Kimi K3's bounded gated activation:
+    `beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`.
+
+    Args:
+        gate, up: `[..., n]`.
+        beta: bound of the gate; `None` or 0 means 1.
+        linear_beta: bound of the linear half; `None` leaves it unbounded.
+
+    Returns:
+        `[..., n]` in the inputs' dtype, computed in fp32.
+    """
+    return _Situ.apply(gate, up, beta or 1.0, linear_beta)
 
 
 class KimiK3MLP(nn.Module):

@@ -17,11 +17,10 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
 from ..ops.fp32 import KeepsFp32
-from ..ops.situ import situ
 from ..target.causal_lm import CausalLMForward
 from .conversion_kimi_k3 import register_kimi_k3_conversion
-from .kimi_delta_attention import KimiDeltaAttention, KimiK3GatedRMSNorm, ShortConvolution
-from .kimi_k3_layers import KimiK3MLP, KimiK3RMSNorm
+from .kimi_delta_attention import KimiDeltaAttention, ShortConvolution
+from .kimi_k3_layers import KimiK3MLP, KimiK3RMSNorm, situ
 from .mla_attention import KimiK3MLAttention
 
 
@@ -57,7 +56,7 @@ class MixerProjection(nn.Module):
         return self.weight
 
 
-class MixerNorm(KimiK3RMSNorm):
+class MixerRMSNorm(KimiK3RMSNorm):
     """Norm of a mixer, which uses its weight `[H]` only; a call returns it."""
 
     def forward(self) -> torch.Tensor:
@@ -65,9 +64,7 @@ class MixerNorm(KimiK3RMSNorm):
 
 
 class KimiK3Router(KeepsFp32):
-    """
-    Scores tokens against experts in fp32. The correction bias steers which experts are chosen, not their weights.
-    """
+    """Scores tokens against experts in fp32. The correction bias steers the choice of experts, not their weights."""
 
     fp32_names = ("e_score_correction_bias",)
 
@@ -203,13 +200,12 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.mlp = KimiK3MoE(config) if self.is_sparse else KimiK3MLP(config)
         self.input_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.eps = config.rms_norm_eps
         self.mixes = config.attn_res_block_size is not None
         if self.mixes:
             self.takes_snapshot = layer_idx % config.attn_res_block_size == 0
-            self.self_attention_res_norm = MixerNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attention_res_norm = MixerRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.self_attention_res_proj = MixerProjection(config.hidden_size)
-            self.mlp_res_norm = MixerNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp_res_norm = MixerRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.mlp_res_proj = MixerProjection(config.hidden_size)
 
     def forward(
@@ -238,21 +234,20 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
                 snapshot = prefix.unsqueeze(-2)
                 blocks = snapshot if blocks is None else torch.cat([blocks, snapshot], dim=-2)
                 prefix = None  # the stream restarts
-        attended = self._attend(self.input_layernorm(mixed), attention_mask, document_rows, cache, **kwargs)
+        normed = self.input_layernorm(mixed)
+        if not self.is_kda:
+            attended, _ = self.self_attn(normed, attention_mask, cache, **kwargs)
+        elif document_rows is None:
+            attended = self.self_attn(normed, cache)
+        else:
+            attended = document_rows.scatter(self.self_attn(document_rows.gather(normed), cache))
         prefix = attended if prefix is None else prefix + attended
         mixed = self._mix(prefix, blocks, self.mlp_res_norm, self.mlp_res_proj) if self.mixes else prefix
         mixed = self.post_attention_layernorm(mixed)
         return prefix + (self.mlp(mixed, padding_mask) if self.is_sparse else self.mlp(mixed)), blocks
 
-    def _attend(self, hidden_states, attention_mask, document_rows, cache, **kwargs) -> torch.Tensor:
-        if not self.is_kda:
-            return self.self_attn(hidden_states, attention_mask, cache, **kwargs)[0]
-        if document_rows is None:
-            return self.self_attn(hidden_states, cache)
-        return document_rows.scatter(self.self_attn(document_rows.gather(hidden_states), cache))
-
-    def _mix(self, prefix, blocks, norm: MixerNorm, proj: MixerProjection) -> torch.Tensor:
-        return mix_attention_residuals(prefix, blocks, norm(), proj(), self.eps)
+    def _mix(self, prefix, blocks, norm: MixerRMSNorm, proj: MixerProjection) -> torch.Tensor:
+        return mix_attention_residuals(prefix, blocks, norm(), proj(), norm.eps)
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):
@@ -299,8 +294,6 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         elif isinstance(module, KimiK3Experts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, (KimiK3RMSNorm, KimiK3GatedRMSNorm)):
-            init.ones_(module.weight)
         else:
             super()._init_weights(module)
 
@@ -316,7 +309,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         if config.attn_res_block_size is not None:
-            self.output_attn_res_norm = MixerNorm(config.hidden_size, config.rms_norm_eps)
+            self.output_attn_res_norm = MixerRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = MixerProjection(config.hidden_size)
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False

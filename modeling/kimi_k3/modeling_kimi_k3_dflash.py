@@ -8,8 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
-from ..draft.block_plan import BlockPlan
-from ..draft.block_visibility import last_block_mask
+from ..draft.block_visibility import BlockPlan, last_block_mask
 from ..draft.flex_block_mask import PaddedBlockMask, padded_block_mask
 from ..draft.modeling_draft import DraftPreTrainedModel, draft_arguments
 from ..draft.visible_attention import VisibleKeys, attend_visible
@@ -48,12 +47,7 @@ class KimiK3DFlashAttention(KimiK3LatentAttention):
         return self.gate_and_project(output, hidden_states)
 
     def _run_attention(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attention_mask: Visible | None,
-        **kwargs,
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: Visible | None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(attention_mask, VisibleKeys):
             return attend_visible(queries, keys, values, attention_mask, self.scaling), None
@@ -166,11 +160,6 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             ValueError: if the width of the features or a shape is wrong, if Q > `block_size` comes with neither
                 anchors nor a mask that says which block sees what, or a mask of its own with layers that differ.
         """
-        if context_hidden_states.shape[-1] != self.fc.in_features:
-            raise ValueError(
-                f"`context_hidden_states` is {context_hidden_states.shape[-1]} wide; `target_layer_ids` "
-                f"{self.config.target_layer_ids} of the target's hidden size make {self.fc.in_features}."
-            )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
         inputs = (noise_embeds, context_hidden_states, attention_mask, cache)
@@ -232,12 +221,6 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
                     f"{(query_length, key_length)}."
                 )
         if attention_mask is None or is_padding_mask:
-            if query_length > config.block_size:
-                raise ValueError(
-                    f"`noise_embeds` holds {query_length} tokens, more than one block of {config.block_size}: pass "
-                    "`anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
-                    "follows its anchor."
-                )
             hides = is_padding_mask or config.is_causal
             if attention_mask is None:
                 attention_mask = torch.ones(1, key_length, dtype=torch.bool, device=noise_embeds.device)

@@ -6,6 +6,7 @@ the whole step to a few rows while they are in its cache. The numbers are those 
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 # How many numbers of a tensor a CPU works on at a time: a megabyte in fp32, shared by its cores.
@@ -73,3 +74,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, cast_first: bool
             the product is (DeepSeek V4.1).
     """
     return _RMSNorm.apply(x, weight, eps, cast_first)
+
+
+class RMSNorm(nn.Module):
+    """[`rms_norm`] with a weight `[size]`. A subclass says whether it casts first."""
+
+    cast_first: bool
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps, self.cast_first)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -28,16 +28,6 @@ class StackExperts(ConversionOps):
         suffixes = dict.fromkeys((".weight", self.codes_suffix, self.scale_suffix))
         return [self._pattern(projection, suffix) for projection in self.projections for suffix in suffixes]
 
-    def expert_names(self, num_experts: int, is_quantized: bool) -> list[str]:
-        """Names, from `.experts.` on, of the tensors that make up one parameter."""
-        suffixes = (self.codes_suffix, self.scale_suffix) if is_quantized else (".weight",)
-        return [
-            f".experts.{expert}.{projection}{suffix}"
-            for expert in range(num_experts)
-            for projection in self.projections
-            for suffix in suffixes
-        ]
-
     @torch.no_grad
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
         parameter = model.get_parameter(full_layer_name)
@@ -94,9 +84,14 @@ class ExpertConverter(WeightConverter):
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
     def _check_complete(self, sources: set[str], num_experts: int) -> None:
-        prefix = next(iter(sources)).rpartition(".experts.")[0]
+        stack, prefix = self.operations[0], next(iter(sources)).rpartition(".experts.")[0]
         is_quantized = any(not name.endswith(".weight") for name in sources)
-        expected = [prefix + name for name in self.operations[0].expert_names(num_experts, is_quantized)]
+        expected = [
+            f"{prefix}.experts.{expert}.{projection}{suffix}"
+            for expert in range(num_experts)
+            for projection in stack.projections
+            for suffix in ((stack.codes_suffix, stack.scale_suffix) if is_quantized else (".weight",))
+        ]
         if missing := [name for name in expected if name not in sources]:
             raise ValueError(
                 f"The checkpoint lacks {len(missing)} of the {len(expected)} expert tensors that belong together "
@@ -107,3 +102,12 @@ class ExpertConverter(WeightConverter):
                 f"The checkpoint has {len(surplus)} expert tensors too many, first `{surplus[0]}`: the config says "
                 f"{num_experts} experts, and each weight has one form, plain or FP4."
             )
+
+
+def expert_converters(stack: type[StackExperts]) -> list[ExpertConverter]:
+    """For the two stacked parameters of a layer's experts."""
+    operations = {"gate_up_proj": stack("w1", "w3"), "down_proj": stack("w2")}
+    return [
+        ExpertConverter(operation.source_patterns, target_patterns=rf"\.experts.{name}", operations=[operation])
+        for name, operation in operations.items()
+    ]

@@ -24,6 +24,17 @@ class KeepsFp32(nn.Module):
         return super()._apply(apply, recurse)
 
 
+class Fp32Weight(KeepsFp32):
+    """A weight in fp32. A call returns it, since hooks that bring offloaded weights do so for calls."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
 class Fp32Linear(KeepsFp32, nn.Linear):
     """A bias-free linear layer with a weight in fp32, whatever the model's dtype."""
 

@@ -1,15 +1,42 @@
-"""FP8 and FP4 weights of released files: decoding and encoding."""
+"""FP8 and FP4: released weights, decoded and encoded; rounding of cached keys to FP4 (to FP8: [`round_to_fp8`])."""
 
 import torch
 from torch import nn
 
-from .cache_rounding import E4M3_MAX, SMALLEST_NORMAL, next_power_of_two, round_to_e4m3
-from .fp4_rounding import E2M1_MAX, round_to_fp4
+from .cache_rounding import E4M3_MAX, SMALLEST_NORMAL, RoundStraightThrough, next_power_of_two, round_to_e4m3
 
+E2M1_MAX = 6.0  # largest magnitude of FP4
 # OCP Microscaling Formats 1.0: magnitudes of the E2M1 codes; bit 3 of a code is the sign.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # How many numbers share a scale, along a row, or along a row and a column.
 SCALE_GROUP = 32
+
+
+def round_to_fp4(x: torch.Tensor) -> torch.Tensor:
+    """Nearest E2M1 number of each fp32 element. Ties go to the even code, magnitudes above 6 to 6; the sign stays."""
+    magnitude = x.abs()
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (torch.round(x / step) * step).clamp(-E2M1_MAX, E2M1_MAX)
+
+
+def round_to_mxfp4(x: torch.Tensor) -> torch.Tensor:
+    """As [`round_to_fp8`], to E2M1 with a power-of-two scale for every 32 channels."""
+    return RoundStraightThrough.apply(x, 32, _round_groups_to_mxfp4)
+
+
+def round_to_nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """As [`round_to_fp8`], to E2M1 with an E4M3 scale for every 16 channels."""
+    return RoundStraightThrough.apply(x, 16, _round_groups_to_nvfp4)
+
+
+def _round_groups_to_mxfp4(groups: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    scale = next_power_of_two(maximum.clamp(min=E2M1_MAX * SMALLEST_NORMAL) * (1 / E2M1_MAX))
+    return round_to_fp4(groups / scale) * scale
+
+
+def _round_groups_to_nvfp4(groups: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    scale = round_to_e4m3(maximum.clamp(min=E2M1_MAX * 2**-9) / E2M1_MAX).float()
+    return round_to_fp4(groups / scale) * scale
 
 
 def dequantize_fp8_block(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -26,15 +53,25 @@ def dequantize_fp8_block(weight: torch.Tensor, scale: torch.Tensor, dtype: torch
     Raises:
         ValueError: if the shapes do not belong together.
     """
-    _check_scale_shape(weight, scale, (_groups(weight.shape[0]), _groups(weight.shape[1])), "32x32")
-    scale = scale.float().repeat_interleave(SCALE_GROUP, dim=0)[: weight.shape[0]]
-    return (weight.float() * _spread_over_columns(scale, weight.shape[1])).to(dtype)
+    return _dequantize_fp8(weight, scale, dtype, SCALE_GROUP)
 
 
 def dequantize_fp8_rows(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As [`dequantize_fp8_block`], with a scale for every 32 columns of each row: `[out, ceil(in / 32)]` (Engram)."""
-    _check_scale_shape(weight, scale, (weight.shape[0], _groups(weight.shape[1])), "1x32")
-    return (weight.float() * _spread_over_columns(scale.float(), weight.shape[1])).to(dtype)
+    return _dequantize_fp8(weight, scale, dtype, 1)
+
+
+def _dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, height: int) -> torch.Tensor:
+    """With a scale for each block of `height` rows and 32 columns."""
+    rows, columns = weight.shape
+    expected = (-(-rows // height), -(-columns // SCALE_GROUP))
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"`scale` {tuple(scale.shape)} does not belong to `weight` {tuple(weight.shape)}: with one scale for "
+            f"{height}x{SCALE_GROUP} numbers it is {expected}."
+        )
+    scale = scale.float().repeat_interleave(height, dim=0)[:rows]
+    return (weight.float() * scale.repeat_interleave(SCALE_GROUP, dim=1)[:, :columns]).to(dtype)
 
 
 def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -110,19 +147,3 @@ def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _weight_scale(maximum: torch.Tensor, largest_code: float) -> torch.Tensor:
     return next_power_of_two(maximum.clamp(min=largest_code * SMALLEST_NORMAL) / largest_code)
-
-
-def _groups(size: int) -> int:
-    return -(-size // SCALE_GROUP)
-
-
-def _spread_over_columns(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    return scale.repeat_interleave(SCALE_GROUP, dim=1)[:, :columns]
-
-
-def _check_scale_shape(weight: torch.Tensor, scale: torch.Tensor, expected: tuple[int, int], block: str) -> None:
-    if tuple(scale.shape) != expected:
-        raise ValueError(
-            f"`scale` {tuple(scale.shape)} does not belong to `weight` {tuple(weight.shape)}: with one scale for "
-            f"{block} numbers it is {expected}."
-        )

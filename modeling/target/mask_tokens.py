@@ -1,6 +1,7 @@
 """Tokens of a target's vocabulary that can stand for a position to be predicted."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 
 from transformers import PreTrainedTokenizerBase
@@ -32,9 +33,7 @@ def propose_mask_token_ids(
     """
     taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     special = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items() if id_ < vocab_size}
-    reserved = [
-        id_ for id_, token in special.items() if any(word in token.lower() for word in ("reserved", "unused", "mask"))
-    ]
+    reserved = [id_ for id_, token in special.items() if re.search("reserved|unused|mask", token.lower())]
     known = set(tokenizer.get_vocab().values())
     without_token = [id_ for id_ in range(vocab_size) if id_ not in known]
     own = [id_ for id_ in special if id_ == tokenizer.mask_token_id]

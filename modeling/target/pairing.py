@@ -71,19 +71,19 @@ def find_mismatches(target: PreTrainedModel, config: PreTrainedConfig, found: di
     """What [`check_pair`] raises and warns of, those that break the pair first.
 
     Args:
-        target: the loaded target.
-        config: the draft's.
+        target: the loaded target; config: the draft's.
         found: [`~blockdraft.modeling.target.target_identity.target_record`] of the target, with its tokenizer where
             that is to be compared.
     """
     record = config.target or {}
-    yield from map(_breaks, shape_faults(target, config))
+    for message in shape_faults(target, config):
+        yield Mismatch("target", breaks=True, certain=True, message=message)
     if _differs("tokenizer_sha256", record, found):
-        yield _breaks(
+        message = (
             f"`tokenizer` has another vocabulary than the one of the draft's target ({record.get('name_or_path')}): "
-            "the same text would be other tokens. Load the tokenizer that comes with the draft.",
-            "tokenizer",
+            "the same text would be other tokens. Load the tokenizer that comes with the draft."
         )
+        yield Mismatch("tokenizer", breaks=True, certain=True, message=message)
     elif _differs("tokenization_sha256", record, found):
         message = (
             "`tokenizer` has the vocabulary of the training, but splits text otherwise (normaliser, pre-tokenizer, "
@@ -113,10 +113,6 @@ def compared_weights(record: dict, found: dict) -> list[str]:
     if record.get("dtype") != found["dtype"]:  # a cast changes the rows
         return []
     return [name for name in ("embedding_sha256", "weights_sha256") if record.get(name) and found[name]]
-
-
-def _breaks(message: str, part: str = "target") -> Mismatch:
-    return Mismatch(part, breaks=True, certain=True, message=message)
 
 
 def _differs(name: str, record: dict, found: dict) -> bool:

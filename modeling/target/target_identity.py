@@ -12,21 +12,18 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the tokenizer's vocabulary: the same ids are the same words only where it agrees."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()
-
-
 # Case, contractions, digits, quotes, runs of white space, accents in both forms, ligatures, other scripts.
 PROBE = (
     "It's 3,141 or 2.718: I'D say \u201cyes\u201d.\n\n  def f(x):\n\treturn x ** 2\r\n"
     "caf\u00e9, cafe\u0301, \ufb01, \u4f60\u597d, \u0645\u0631\u062d\u0628\u0627, \U0001f600   "
 )
-
-
 PROBE_WORDS = 4096
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the tokenizer's vocabulary: the same ids are the same words only where it agrees."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()
 
 
 def tokenization_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -43,17 +40,15 @@ def tokenization_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def weights_fingerprint(model, values: int = 16) -> str | None:
     """SHA-256 of up to `values` numbers of each floating-point parameter, which a fine-tune changes though it leaves
     the embedding as it was; `None` where parameters are not in memory."""
-    samples = []
+    digest = hashlib.sha256()
     for parameter in model.parameters():
-        if parameter.device.type == "meta":
+        if parameter.is_meta:
             return None
         # A quantiser's tensor class has no elements to pick.
         if parameter.is_floating_point() and type(parameter) is torch.nn.Parameter:
             numbers = parameter.detach().reshape(-1)
-            samples.append(numbers[:: max(1, len(numbers) // values)][:values].float().cpu())
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(sample.numpy().tobytes())
+            sample = numbers[:: max(1, len(numbers) // values)][:values]
+            digest.update(sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -74,11 +69,8 @@ def is_other_revision(one: str | None, other: str | None) -> bool:
     """Whether two revisions are known to differ: a branch or tag may be at any commit."""
     if not one or not other or one == other:
         return False
-    return _is_commit(one) == _is_commit(other)
-
-
-def _is_commit(revision: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+    is_commit, is_other_commit = (re.fullmatch(r"[0-9a-f]{40}", revision) is not None for revision in (one, other))
+    return is_commit == is_other_commit
 
 
 def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: str | None = None) -> dict:
@@ -102,6 +94,9 @@ def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: s
     digest = None  # unknown while the rows are offloaded
     if not sample.is_meta:
         digest = hashlib.sha256(sample.float().cpu().contiguous().numpy().tobytes()).hexdigest()
+    adapters = None
+    if hasattr(target, "peft_config"):
+        adapters = [config.peft_type.value for config in target.peft_config.values()]
     return {
         "name_or_path": name,
         "revision": revision,
@@ -113,19 +108,12 @@ def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: s
         "embedding_rows": len(rows),
         "embedding_sha256": digest,
         "weights_sha256": weights_fingerprint(target),
-        "adapters": _adapters(target),
+        "adapters": adapters,  # their kinds
         "quantization": _quantization(target),
         "tokenizer_length": None if tokenizer is None else len(tokenizer),
         "tokenizer_sha256": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
         "tokenization_sha256": None if tokenizer is None else tokenization_fingerprint(tokenizer),
     }
-
-
-def _adapters(target) -> list[str] | None:
-    """The kinds of the PEFT adapters in a model; `None` without one."""
-    if not hasattr(target, "peft_config"):
-        return None
-    return [config.peft_type.value for config in target.peft_config.values()]
 
 
 def _quantization(target) -> str | None:

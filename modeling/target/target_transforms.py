@@ -109,8 +109,7 @@ def logit_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str
 
 
 def embedding_faults(seen: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
-    """Faults of the setting that scales the draft's embeddings, by what [`run_target`] saw: they should be what the
-    target's first layer gets."""
+    """Faults of the setting that makes the draft's embeddings what the target's first layer gets, by what it saw."""
     embeds, first = seen["embeds"].float(), seen["first_input"]
     if (width := embeds.shape[-1]) != config.hidden_size:
         return [f"`hidden_size` is {config.hidden_size}, but the target's embedding is {width} wide."]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dense_blocks import block_attention_mask
 from step_cases import CONFIGS, relative_difference, rounding_spread, tiny_case
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +19,6 @@ from benchmarks.work import (
     visible_keys,
     work_by_kind,
 )
-from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 
 DRAFTS = list(CONFIGS)
 TOKENS, ANCHORS = (1024, 2048, 4096, 8192), (64, 128, 256, 512)

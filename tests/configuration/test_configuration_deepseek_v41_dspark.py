@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.cache_utils import DFlashCache
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
-from blockdraft.modeling.deepseek_v41.deepseek_v41_dspark_layers import DSparkContextLayer
+from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DSparkContextLayer
 
 ENGINE_VIEW = {
     "dspark_block_size": "block_size",

@@ -5,7 +5,7 @@ from goldens import GOLDENS, Golden
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
-from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM
+from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM, DeepseekV41PreTrainedModel
 
 TINY = {
     "vocab_size": 89,
@@ -90,6 +90,14 @@ def tiny_v41(attention: str = "sdpa", experts: str = "eager", **settings) -> Dee
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(GOLDENS / "v41_target_engram.tokenizer.json"))
+
+
+def started(module: torch.nn.Module, std: float = 0.2) -> torch.nn.Module:
+    """A part of a model with random weights, also where a fresh one has constants."""
+    model = DeepseekV41PreTrainedModel(tiny_config(initializer_range=std))
+    for part in module.modules():
+        model._init_weights(part)
+    return randomize_constants(module)
 
 
 def randomize_constants(module: torch.nn.Module) -> torch.nn.Module:

@@ -23,8 +23,16 @@ def test_cost_table_weighs_tokens_against_time():
     assert table([0.2, 0.5, 1.0, 1.0, 1.0]) == 1
     assert table([0.2, 0.6, 0.0, 1.0, 1.0]) == 2
     assert table([]) == 0
-    # Free tokens: all that have any chance.
+    # Free tokens: all that have any chance, but not the hopeless.
     assert CostTable([1, 8], [1.0, 2.0])([0.5, 0.5, 0.0, 1.0]) == 2
+    assert CostTable([1, 8], [1.0, 2.0])([0.5, 1e-7, 1.0]) == 1
+
+
+def test_the_walk_stops_at_the_first_rise_that_fails():
+    stairs = CostTable([1, 2], [1.0, 2.0])
+    assert stairs([0.9, 0.9, 0.9]) == 0  # 1.9 tokens in 2 s are fewer a second than 1 in 1 s, though 3.4 are more
+    assert stairs([1.0, 1.0]) == 0  # no fewer, but no more either
+    assert CostTable([1, 2, 3], [1.0, 1.5, 2.0])([0.8, 1.0]) == 2
 
 
 def test_cost_table_is_a_step_function():

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from deepseek_v41_models import join_selections, randomize_constants, relative_error, tiny_config
+from deepseek_v41_models import join_selections, relative_error, started, tiny_config
 from transformers import DynamicCache
 
 from blockdraft.modeling.deepseek_v41.compressed_attention import (
@@ -12,7 +12,6 @@ from blockdraft.modeling.deepseek_v41.compressed_attention import (
     index_scores,
     select_best,
 )
-from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import init_deepseek_v41_weights
 from blockdraft.modeling.deepseek_v41.token_plan import TokenPlan
 
 TOLERANCE = 1e-5
@@ -29,12 +28,7 @@ def layers(ratio: int, attention: str = "eager", **settings) -> list[DeepseekV41
     config = tiny_config(**(shape | schedule | {"engram_num_embeddings": []} | settings))
     config._attn_implementation = attention
     made = [DeepseekV41Attention(config, layer_idx) for layer_idx in range(depth)]
-    for layer in made:
-        for module in layer.modules():
-            if not init_deepseek_v41_weights(module, 0.2) and isinstance(module, torch.nn.Linear):
-                torch.nn.init.normal_(module.weight, std=0.2)
-        randomize_constants(layer)
-    return made
+    return [started(layer) for layer in made]
 
 
 def run(attentions, hidden_states, attention_mask=None, past=0, cache_layers=None):
@@ -399,10 +393,10 @@ def test_what_crop_refuses():
         silent.crop(-1)
     cache_layer = filled_cache_layer(record=True)
     assert cache_layer.is_croppable
-    with pytest.raises(RuntimeError, match="9 tokens since the last `crop`"):
+    with pytest.raises(RuntimeError, match="9 tokens recorded since the last `crop`"):
         cache_layer.crop(-10)
     cache_layer.crop(-4)
-    with pytest.raises(RuntimeError, match="0 tokens since"):
+    with pytest.raises(RuntimeError, match="0 tokens recorded since"):
         cache_layer.crop(-1)
 
 

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from deepseek_v41_models import golden_name, golden_parameters, randomize_constants, relative_error, tiny_config
+from deepseek_v41_models import golden_name, golden_parameters, relative_error, started, tiny_config
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import (
@@ -13,15 +13,14 @@ from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import (
     DeepseekV41RMSNorm,
     DeepseekV41Router,
     DeepseekV41WindowAttention,
+    clamped_swiglu,
     eager_sink_attention,
-    init_deepseek_v41_weights,
     rope_frequencies,
     rope_rotations,
     rotate,
     sdpa_sink_attention,
 )
 from blockdraft.modeling.deepseek_v41.hyper_connections import collapse_streams, expand_streams
-from blockdraft.modeling.ops.clamped_swiglu import clamped_swiglu
 from blockdraft.modeling.ops.fp32 import Fp32Linear
 
 TOLERANCE = 1e-5
@@ -32,14 +31,6 @@ def check_gradients(module, golden, objective, **inputs):
     tensors = dict(module.named_parameters()) | inputs
     for name, expected in golden.group("grad").items():
         assert relative_error(tensors[golden_name(name)].grad, expected) < TOLERANCE, name
-
-
-def started(module: torch.nn.Module, std: float = 0.2) -> torch.nn.Module:
-    """The module with random weights: what is a matrix of its own, and what would be constant."""
-    for part in module.modules():
-        if not init_deepseek_v41_weights(part, std) and isinstance(part, torch.nn.Linear):
-            torch.nn.init.normal_(part.weight, std=std)
-    return randomize_constants(module)
 
 
 # Norm and rotary embedding

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from deepseek_v41_dspark_models import dspark_inputs, golden_dspark, our_name, tiny_dspark
+from dense_blocks import block_attention_mask
 from fresh_process import code_files, run_fresh
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -16,7 +17,6 @@ from transformers.cache_utils import DFlashCache
 
 from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import rope_frequencies, rope_rotations
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
-from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 from blockdraft.trainer.objectives.dspark import DSparkAlphas, SlotPredictions, dspark_loss
 from blockdraft.trainer.objectives.slot_targets import slot_targets
 
@@ -225,6 +225,13 @@ def test_blocks_by_anchors_see_what_the_mask_shows(attn_implementation):
         by_mask = draft(**inputs, attention_mask=mask, position_ids=draft.build_position_ids(anchors, 17))
         by_anchors = draft(**inputs, anchor_positions=anchors, block_keep_mask=keep, **given)
         torch.testing.assert_close(by_anchors.last_hidden_state, by_mask.last_hidden_state, rtol=1e-4, atol=1e-5)
+
+
+def test_slots_stand_behind_their_anchor():
+    positions = tiny_dspark(block_size=4).build_position_ids(torch.tensor([[5, 6, 7], [2, 9, 0]]), 12)
+    assert positions[:, :12].tolist() == [list(range(12))] * 2
+    assert positions[0, 12:].tolist() == [5, 6, 7, 8, 6, 7, 8, 9, 7, 8, 9, 10]
+    assert positions[1, 12:].tolist() == [2, 3, 4, 5, 9, 10, 11, 12, 0, 1, 2, 3]
 
 
 def test_the_window_ends_before_the_anchor():

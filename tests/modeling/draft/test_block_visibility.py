@@ -1,10 +1,10 @@
 import pytest
 import torch
+from dense_blocks import additive_mask, block_attention_mask
 from packed_rows import document_ids_from_lengths
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.draft.block_visibility import block_visibility
-from blockdraft.modeling.draft.dense_blocks import additive_mask, block_attention_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
 # Overlapping blocks in row 0 (anchors 5, 6, 7), a padded block in row 1.

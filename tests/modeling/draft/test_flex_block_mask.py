@@ -1,11 +1,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_blocks import block_attention_mask
 from packed_rows import document_ids_from_lengths
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from blockdraft.modeling.draft.block_visibility import block_visibility
-from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 from blockdraft.modeling.draft.flex_block_mask import flex_block_mask, padded_block_mask
 
 # Overlapping blocks in row 0 (anchors 5, 6, 7), a padded block in row 1.

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from deepseek_v41_dspark_models import dspark_inputs, tiny_dspark
+from dense_blocks import block_attention_mask
 from draft_models import draft_inputs, tiny_draft
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.modeling.draft import visible_attention
 from blockdraft.modeling.draft.block_visibility import block_visibility
-from blockdraft.modeling.draft.dense_blocks import block_attention_mask
 from blockdraft.modeling.draft.visible_attention import (
     BlockGroup,
     GroupLimits,

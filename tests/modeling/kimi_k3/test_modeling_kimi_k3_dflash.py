@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.integrations.flex_attention as flex_integration
+from dense_blocks import additive_mask, block_attention_mask
 from draft_models import draft_inputs, tiny_draft
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -13,7 +14,6 @@ from transformers.cache_utils import DFlashCache
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.draft.block_visibility import block_visibility
-from blockdraft.modeling.draft.dense_blocks import additive_mask, block_attention_mask
 from blockdraft.modeling.draft.flex_block_mask import flex_block_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from blockdraft.modeling.ops.cache_rounding import next_power_of_two, round_to_fp8
-from blockdraft.modeling.ops.fp4_rounding import round_to_mxfp4, round_to_nvfp4
+from blockdraft.modeling.ops.number_formats import round_to_mxfp4, round_to_nvfp4
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMATS = {"fp8": round_to_fp8, "mxfp4": round_to_mxfp4, "nvfp4": round_to_nvfp4}

@@ -1,12 +1,14 @@
+"""Every step that is made of chunks, those of the families included."""
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from blockdraft.modeling.deepseek_v41.deepseek_v41_layers import clamped_swiglu
+from blockdraft.modeling.kimi_k3.kimi_k3_layers import situ
 from blockdraft.modeling.ops import elementwise
-from blockdraft.modeling.ops.clamped_swiglu import clamped_swiglu
 from blockdraft.modeling.ops.elementwise import rms_norm
-from blockdraft.modeling.ops.situ import situ
 
 
 def plain_situ(gate, up, beta, linear_beta):

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from blockdraft.modeling.ops.fp4_rounding import round_to_fp4
 from blockdraft.modeling.ops.number_formats import (
     E2M1_MAGNITUDES,
     dequantize_fp4,
@@ -9,6 +8,7 @@ from blockdraft.modeling.ops.number_formats import (
     dequantize_fp8_rows,
     quantize_fp4,
     quantize_fp8_block,
+    round_to_fp4,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -112,3 +112,14 @@ def test_fp4_codes_survive_both_ways():
     scale = torch.full((1, 16), 2.0**3).to(torch.float8_e8m0fnu)
     packed, again = quantize_fp4(dequantize_fp4(codes, scale, torch.bfloat16))
     assert torch.equal(packed, codes) and torch.equal(again.float(), scale.float())
+
+
+def test_fp4_takes_the_nearest_number_and_the_even_code_on_ties():
+    midpoints = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    assert round_to_fp4(torch.tensor(midpoints)).tolist() == [0, 1, 1, 2, 2, 4, 4]
+    x = torch.linspace(-7, 7, 4001)
+    levels = torch.tensor(E2M1_MAGNITUDES)
+    nearest = levels[(x.abs()[:, None] - levels).abs().argmin(1)]
+    is_midpoint = torch.isin(x.abs(), torch.tensor(midpoints))
+    assert torch.equal(round_to_fp4(x)[~is_midpoint], nearest.copysign(x)[~is_midpoint])
+    assert round_to_fp4(torch.tensor([-0.1, -0.0])).signbit().all()

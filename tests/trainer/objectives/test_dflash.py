@@ -4,12 +4,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_blocks import additive_mask, block_attention_mask
 from packed_rows import document_ids_from_lengths
 from torch import nn
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.modeling.draft.block_targets import build_block_inputs, build_block_targets
-from blockdraft.modeling.draft.dense_blocks import additive_mask, block_attention_mask
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.trainer.objectives.dflash import BlockLoss, block_acceptance, dflash_loss
 from blockdraft.trainer.objectives.slot_targets import slot_targets, supervised_slots
