@@ -5,7 +5,7 @@ A further draft is a configuration, a model and a line here. Nothing is imported
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..configuration.configuration_draft import DraftConfig
@@ -15,14 +15,8 @@ HERE = __name__.rpartition(".")[0]
 CONFIGURATION = f"{HERE.rpartition('.')[0]}.configuration"
 
 
-@dataclass(frozen=True)
-class Method:
-    """How drafts of a family are trained and draft.
-
-    Attributes:
-        name: as its paper writes it.
-        paper: where it is described.
-    """
+class Method(NamedTuple):
+    """How drafts of a family are trained and draft: its name as its paper writes it, and the paper's address."""
 
     name: str
     paper: str
@@ -79,13 +73,9 @@ FAMILIES = {
 
 def family_of(config: "DraftConfig") -> DraftFamily:
     """The family of a draft's configuration, by `model_type`: a draft that was loaded with the code beside it has
-    classes of its own.
-
-    Raises:
-        ValueError: if no family has that model type.
-    """
-    for family in FAMILIES.values():
-        if family.model_type == config.model_type:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES.values())
-    raise ValueError(f"`model_type` is {config.model_type!r}, which is none of the drafts here: {known}.")
+    classes of its own. Raises a `ValueError` if no family has that model type."""
+    families = {family.model_type: family for family in FAMILIES.values()}
+    if config.model_type not in families:
+        known = ", ".join(families)
+        raise ValueError(f"`model_type` is {config.model_type!r}, which is none of the drafts here: {known}.")
+    return families[config.model_type]

@@ -184,12 +184,8 @@ class DecodedSequence:
         return sample(probs), probs
 
     def commit(self, tokens: list[int], logits: torch.Tensor, scores: torch.Tensor) -> int:
-        """Commits `tokens`, which the buffer already holds, up to the first stop. Returns how many were kept.
-
-        Args:
-            tokens: new tokens.
-            logits, scores: `[len(tokens) or more, vocab]`, what the target said at their positions.
-        """
+        """Commits `tokens`, which the buffer already holds, up to the first stop; `logits` and `scores`, `[len(tokens)
+        or more, vocab]`, are what the target said at their positions. Returns how many were kept."""
         assert 0 < len(tokens) <= self.max_length - self.length
         kept = 0
         while kept < len(tokens) and not self.finished:
@@ -206,10 +202,9 @@ class DecodedSequence:
         return kept
 
     def _is_stopped(self, end: int) -> bool:
-        if len(self._criteria) == 0:
-            return False
         scores = None if self._scores is None else tuple(self._scores)
-        return bool(self._criteria(self._padded[:, : self.row.padding + end], scores).all())
+        tokens = self._padded[:, : self.row.padding + end]
+        return len(self._criteria) > 0 and bool(self._criteria(tokens, scores).all())
 
     def commit_next(self, logits: torch.Tensor) -> int:
         """Chooses and commits one token from logits `[1, vocab]`."""

@@ -19,15 +19,9 @@ def sample(probs: torch.Tensor) -> torch.LongTensor:
 
 
 def match(candidates: torch.LongTensor, target_tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy verification: keeps candidates as long as each is the target's own choice.
-
-    Args:
-        candidates: `[batch, n]` drafted tokens.
-        target_tokens: `[batch, n + 1]`, the target's choice at each candidate's position and after the last one.
-
-    Returns:
-        `accepted` `[batch]`, how many leading candidates stay, and `next_token` `[batch]`, the choice after them.
-    """
+    """Greedy verification: keeps candidates `[batch, n]` as long as each is the target's own choice, `[batch, n + 1]`
+    at each candidate's position and after the last one. Returns how many leading ones stay, `[batch]`, and the choice
+    after them, `[batch]`."""
     accepted = (candidates == target_tokens[:, :-1]).cumprod(dim=-1).sum(dim=-1)
     return accepted, target_tokens.gather(1, accepted[:, None]).squeeze(1)
 

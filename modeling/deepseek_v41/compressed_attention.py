@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.configuration_deepseek_v41 import DEEPSEEK_V41_ATTENTION, DeepseekV41TextConfig
@@ -17,20 +17,12 @@ from ..ops.fp32 import Fp32Linear
 from ..ops.number_formats import round_to_mxfp4, round_to_nvfp4
 from ..target.cache_rollback import check_crop
 from .deepseek_v41_layers import DeepseekV41RMSNorm, DeepseekV41WindowAttention, rotate
-from .token_plan import GroupPlan, TokenPlan, move_fields
+from .token_plan import GroupPlan, Movable, TokenPlan
 
 
-def select_best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """
-    Marks the `count` highest scores of each row, the earlier one where they are equal: a choice that does not depend
-    on how long the row is, so that decoding and a full forward agree.
-
-    Args:
-        scores: `[..., C]`; what is -inf is never chosen.
-
-    Returns:
-        `[..., C]` bool.
-    """
+def select_best(scores: Tensor, count: int) -> Tensor:
+    """Marks `[..., C]` the `count` highest scores `[..., C]` of each row, the earlier one where they are equal, never
+    -inf: a choice that does not depend on how long the row is, so that decoding and a full forward agree."""
     if count < scores.shape[-1]:
         least = scores.topk(count, dim=-1).values[..., -1:]
         above, equal = scores > least, scores == least
@@ -39,17 +31,14 @@ def select_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores > -math.inf
 
 
-def candidate_blocks(
-    scores: torch.Tensor, visible_groups: torch.Tensor, block_size: int, num_blocks: int
-) -> torch.Tensor:
+def candidate_blocks(scores: Tensor, visible_groups: Tensor, block_size: int, num_blocks: int) -> Tensor:
     """
     The blocks of groups among which later layers may choose: the best by their best group, the newest always.
 
     Args:
         scores: `[B, S, C]`, -inf where a group must not be seen.
         visible_groups: `[B or 1, S]`, complete groups at each query.
-        block_size: groups of a block.
-        num_blocks: blocks that are kept.
+        block_size, num_blocks: groups of a block, and blocks that are kept.
 
     Returns:
         `[B, S, C]` bool, of groups.
@@ -64,7 +53,7 @@ def candidate_blocks(
     return kept & (scores > -math.inf)
 
 
-def index_scores(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """Sum over heads of `relu(query * key) * weight`: `[B, S, h, d]`, `[B, C, d]`, `[B, S, h]` -> `[B, S, C]`."""
     products = (queries.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])
     weighted = products.relu() * weights.unsqueeze(-1)
@@ -72,9 +61,8 @@ def index_scores(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tenso
 
 
 @dataclass(frozen=True)
-class CompressedState:
-    """
-    What layers with a ratio hand on to those above, fresh in every forward.
+class CompressedState(Movable):
+    """What layers with a ratio hand on to those above, fresh in every forward.
 
     Attributes:
         keys (`[B, C, D]`): compressed keys, which are also the values.
@@ -84,14 +72,11 @@ class CompressedState:
         candidates (`[B, S, C]` bool, *optional*): what layers above may choose from.
     """
 
-    keys: torch.Tensor
-    index_keys: torch.Tensor
+    keys: Tensor
+    index_keys: Tensor
     plan: GroupPlan
-    selected: torch.Tensor | None = None
-    candidates: torch.Tensor | None = None
-
-    def to(self, device: torch.device) -> "CompressedState":
-        return move_fields(self, device)
+    selected: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 class DeepseekV41CacheLayer(CacheLayerMixin):
@@ -122,14 +107,14 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
         """How many earlier tokens' columns are at hand."""
         return self.columns[name].shape[1] if name in self.columns else 0
 
-    def append(self, name: str, new: torch.Tensor, keep: int) -> torch.Tensor:
+    def append(self, name: str, new: Tensor, keep: int) -> Tensor:
         """New tokens' columns `[B, S, ...]` behind the earlier ones; the last `keep` stay for the next forward."""
         columns = torch.cat([self.columns[name], new], dim=1) if name in self.columns else new
         self.keep[name] = keep
         self.columns[name] = columns if self.record_past else columns[:, max(0, columns.shape[1] - keep) :]
         return columns
 
-    def store(self, name: str, new: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
+    def store(self, name: str, new: Tensor, plan: GroupPlan) -> Tensor:
         """Writes the rows `[B, n, ...]` of new groups to their places; returns all rows, `[B, C, ...]`."""
         if name not in self.rows:
             self.rows[name] = new
@@ -167,16 +152,16 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
         return self.seen + query_length, 0
 
     def reset(self) -> None:
-        self.columns: dict[str, torch.Tensor] = {}
-        self.rows: dict[str, torch.Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}
         self.keep: dict[str, int] = {}
         self.seen = self.recorded = 0
         self.is_initialized = False
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the first forward brings its shapes along."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         raise TypeError("This cache layer belongs to DeepSeek V4.1, whose keys are their own values: see `append`.")
 
     def offload(self) -> None:
@@ -193,7 +178,7 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda tensor: tensor[indices])
 
     def _map(self, change) -> None:
@@ -213,13 +198,13 @@ class Compressor(nn.Module):
         if ratio > 1:
             self.wgate = Fp32Linear(config.hidden_size, config.head_dim)
 
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden_states: Tensor) -> Tensor:
         """`[B, S, H]` -> what is kept of a token until its group is complete, `[B, S, D]` or `[B, S, 2 D]` fp32."""
         if self.ratio == 1:
             return self.wkv(hidden_states, in_fp32=False)
         return torch.cat([self.wkv(hidden_states), self.wgate(hidden_states)], dim=-1)
 
-    def pool(self, columns: torch.Tensor, plan: GroupPlan, dtype: torch.dtype) -> torch.Tensor:
+    def pool(self, columns: Tensor, plan: GroupPlan, dtype: torch.dtype) -> Tensor:
         """Projections of earlier and new tokens -> latents `[B, n, D]` of the groups that are complete now."""
         if len(plan.columns) == 1:
             tokens = columns[:, plan.columns[0]]
@@ -248,13 +233,13 @@ class Indexer(nn.Module):
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def keys(self, latents: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    def keys(self, latents: Tensor, rotations: Tensor) -> Tensor:
         """Latents `[B, n, D]` of new groups -> index keys `[B, n, d]`."""
         return round_to_mxfp4(rotate(self.k_norm(self.wk(latents)), rotations))
 
     @torch.no_grad()
     def select(
-        self, hidden_states: torch.Tensor, latents: torch.Tensor, rotations: torch.Tensor, state: CompressedState
+        self, hidden_states: Tensor, latents: Tensor, rotations: Tensor, state: CompressedState
     ) -> CompressedState:
         """`[B, S, H]` input, `[B, S, r]` compressed queries -> the state with a choice of this layer's own."""
         config, plan = self.config, state.plan
@@ -283,11 +268,11 @@ class DeepseekV41Attention(DeepseekV41WindowAttention):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         plan: TokenPlan,
         state: CompressedState | None = None,
         cache_layer: DeepseekV41CacheLayer | None = None,
-    ) -> tuple[torch.Tensor, CompressedState | None]:
+    ) -> tuple[Tensor, CompressedState | None]:
         """`[B, S, H]` normed input -> `[B, S, H]`, zero at padding, and the state for the layers above."""
         rotations = plan.rotations[self.ratio > 0]
         latents, queries = self.queries(hidden_states, rotations)
@@ -309,7 +294,7 @@ class DeepseekV41Attention(DeepseekV41WindowAttention):
         return output, state
 
     def _compress(
-        self, hidden_states: torch.Tensor, plan: TokenPlan, cache_layer: DeepseekV41CacheLayer | None
+        self, hidden_states: Tensor, plan: TokenPlan, cache_layer: DeepseekV41CacheLayer | None
     ) -> CompressedState:
         columns, history = self.compressor.project(hidden_states), 0
         if cache_layer is not None:

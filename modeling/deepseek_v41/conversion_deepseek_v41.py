@@ -3,6 +3,7 @@
 import re
 
 import torch
+from torch import Tensor
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
@@ -67,13 +68,10 @@ class RenameReleased(WeightRenaming):
         return RenameToReleased()
 
 
-class RenameToReleased(WeightRenaming):
+class RenameToReleased(RenameReleased):
     """Reverts [`RenameReleased`]."""
 
     __slots__ = ()
-
-    def __init__(self):
-        super().__init__(source_patterns="(.+)", target_patterns="(.+)")
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         return released_name(source_key.removeprefix("model.")), self.source_patterns[0]
@@ -136,11 +134,11 @@ class StackDeepseekV41Experts(StackExperts):
     codes_suffix = ".weight"
     scale_suffix = ".scale"
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_fp4(codes.to(torch.int8), exact_scale(scale), dtype)
 
 
-def exact_scale(scale: torch.Tensor) -> torch.Tensor:
+def exact_scale(scale: Tensor) -> Tensor:
     """`scale` as the loader has cast it; a `ValueError` if the dtype is too narrow for its powers of two."""
     if scale.dtype == torch.float16:
         raise ValueError(
@@ -150,11 +148,9 @@ def exact_scale(scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def looks_like_fp8_codes(weight: torch.Tensor) -> bool:
-    """
-    Whether a weight that the loader has cast from an unknown dtype was E4M3 numbers: each has one of 254 values, and
-    the largest of a block lies above 200. Weights of a model lie far below.
-    """
+def looks_like_fp8_codes(weight: Tensor) -> bool:
+    """Whether a weight that the loader has cast from an unknown dtype was E4M3 numbers: each has one of 254 values,
+    and the largest of a block lies above 200. Weights of a model lie far below."""
     return bool(weight.abs().amax() > 200) and torch.equal(weight.to(torch.float8_e4m3fn).to(weight.dtype), weight)
 
 

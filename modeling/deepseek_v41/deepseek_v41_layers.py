@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.integrations import use_experts_implementation
@@ -28,24 +28,13 @@ class DeepseekV41RMSNorm(RMSNorm):
     cast_first = False
 
 
-# ---- rotary embedding ---------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=32)
 def rope_frequencies(
     dim: int, theta: float, yarn: tuple[float, float, float, int] | None = None, device: torch.device | None = None
-) -> torch.Tensor:
-    """
-    Rotary frequencies, `1 / theta^(2i / dim)`, with YaRN (arXiv 2309.00071, section 3.2) where given.
-
-    Args:
-        dim: R, rotated channels.
-        yarn: `(factor, beta_fast, beta_slow, original_max_position_embeddings)`. It changes the frequencies
-            only, there is no factor on the magnitude.
-
-    Returns:
-        `[R / 2]` fp32.
-    """
+) -> Tensor:
+    """Rotary frequencies `[dim / 2]` fp32, `1 / theta^(2i / dim)`, with YaRN (arXiv 2309.00071, section 3.2) where
+    `yarn` is given: `(factor, beta_fast, beta_slow, original_max_position_embeddings)`. It changes the frequencies
+    only, there is no factor on the magnitude."""
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     if yarn is None:
         return frequencies
@@ -60,29 +49,20 @@ def rope_frequencies(
     return frequencies / factor * ramp + frequencies * (1 - ramp)
 
 
-def rope_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def rope_rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
     """`[..., R / 2]` complex64: what [`rotate`] multiplies the channel pairs of the given positions `[...]` with."""
     with maybe_autocast(positions.device.type, enabled=False):
         angles = positions.float()[..., None] * frequencies
         return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x: torch.Tensor, rotations: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """
-    Rotates the last R channels, adjacent ones as a pair; the others pass through.
-
-    Args:
-        x: `[..., D]`, any float dtype.
-        rotations: from [`rope_rotations`], broadcastable to `[..., R / 2]`.
-        inverse: rotate back.
-    """
+def rotate(x: Tensor, rotations: Tensor, inverse: bool = False) -> Tensor:
+    """Rotates the last R channels of `x` `[..., D]`, adjacent ones as a pair, by [`rope_rotations`], broadcastable to
+    `[..., R / 2]`, or back where `inverse`; the others pass through."""
     plain, rotated = x.split([x.shape[-1] - 2 * rotations.shape[-1], 2 * rotations.shape[-1]], dim=-1)
     pairs = torch.view_as_complex(rotated.float().unflatten(-1, (-1, 2)).contiguous())
     turned = torch.view_as_real(pairs * (rotations.conj() if inverse else rotations))
     return torch.cat([plain, turned.flatten(-2).to(x.dtype)], dim=-1)
-
-
-# ---- hyper-connections --------------------------------------------------------------------------------------------
 
 
 class HyperConnectionMix(NamedTuple):
@@ -94,29 +74,27 @@ class HyperConnectionMix(NamedTuple):
         comb (`[..., s, s]`): how the streams are mixed, from (rows) and to (columns).
     """
 
-    pre: torch.Tensor
-    post: torch.Tensor
-    comb: torch.Tensor
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
 
 
 class DeepseekV41HyperConnection(KeepsFp32):
-    """
-    Coefficients of a sublayer from the residual streams: manifold-constrained hyper-connections (arXiv 2512.24880),
-    all in one pass; the mixing matrix is made doubly stochastic by Sinkhorn iterations. Parameters and maths are fp32.
-    """
+    """Coefficients of a sublayer from the residual streams: manifold-constrained hyper-connections (arXiv 2512.24880),
+    all in one pass; the mixing matrix is made doubly stochastic by Sinkhorn iterations. Parameters and maths are
+    fp32."""
 
     fp32_names = ("fn", "base", "scale")
 
     def __init__(self, config: DeepseekV41BaseConfig):
         super().__init__()
-        streams = config.hc_mult
-        self.config = config
+        self.config, streams = config, config.hc_mult
         width, outputs = streams * config.hidden_size, streams * (streams + 2)
         self.fn = nn.Parameter(torch.empty(outputs, width, dtype=torch.float32))
         self.base = nn.Parameter(torch.zeros(outputs, dtype=torch.float32))
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float32))
 
-    def forward(self, streams: torch.Tensor) -> HyperConnectionMix:
+    def forward(self, streams: Tensor) -> HyperConnectionMix:
         """`[..., s, H]` streams in the model's dtype -> coefficients."""
         s, eps = self.config.hc_mult, self.config.hc_eps
         with maybe_autocast(streams.device.type, enabled=False):
@@ -127,14 +105,9 @@ class DeepseekV41HyperConnection(KeepsFp32):
             return HyperConnectionMix(pre.sigmoid() + eps, 2 * post.sigmoid(), comb)
 
 
-# ---- mixture of experts -------------------------------------------------------------------------------------------
-
-
 class DeepseekV41Router(KeepsFp32):
-    """
-    Scores tokens against experts in fp32, `sqrt(softplus(logit))`. The correction biases, one for text and one for
-    image tokens, steer which experts are chosen, not their weights.
-    """
+    """Scores tokens against experts in fp32, `sqrt(softplus(logit))`. The correction biases, one for text and one for
+    image tokens, steer which experts are chosen, not their weights."""
 
     fp32_names = ("e_score_correction_bias", "bias_vl")
 
@@ -145,9 +118,7 @@ class DeepseekV41Router(KeepsFp32):
         for name in self.fp32_names:
             self.register_buffer(name, torch.zeros(config.n_routed_experts, dtype=torch.float32))
 
-    def forward(
-        self, hidden_states: torch.Tensor, is_image: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: Tensor, is_image: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """`[T, H]`, `[T]` bool -> logits `[T, E]`, weights `[T, k]`, chosen experts `[T, k]`; the floats in fp32."""
         with maybe_autocast(hidden_states.device.type, enabled=False):
             logits = nn.functional.linear(hidden_states.float(), self.weight.float())
@@ -192,7 +163,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         return gate_gradient, up_gradient, None
 
 
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """`silu(min(gate, limit)) * clamp(up, -limit, limit)` of `[..., n]`, in fp32; 0: no limit."""
     return _ClampedSwiGLU.apply(gate, up, limit)
 
@@ -210,12 +181,10 @@ class DeepseekV41Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, width, hidden_size))
         self.limit = config.swiglu_limit
 
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return clamped_swiglu(*gate_up.chunk(2, dim=-1), self.limit).to(gate_up.dtype)
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, H]` tokens, `[T, k]` experts and fp32 weights -> `[T, H]`."""
         output = torch.zeros_like(hidden_states, dtype=torch.float32)
         for expert in top_k_index.unique().tolist():
@@ -237,7 +206,7 @@ class DeepseekV41MLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.limit = config.swiglu_limit
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         gate = self.gate_proj(hidden_states)
         return self.down_proj(clamped_swiglu(gate, self.up_proj(hidden_states), self.limit).to(gate.dtype))
 
@@ -252,11 +221,8 @@ class DeepseekV41MoE(nn.Module):
         self.shared_experts = DeepseekV41MLP(config)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        padding_mask: torch.Tensor | None = None,
-        vision_token_types: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, vision_token_types: Tensor | None = None
+    ) -> Tensor:
         """
         Args:
             hidden_states: `[B, S, H]`.
@@ -273,9 +239,6 @@ class DeepseekV41MoE(nn.Module):
         return routed.view_as(hidden_states) + self.shared_experts(hidden_states)
 
 
-# ---- attention ----------------------------------------------------------------------------------------------------
-
-
 class AttentionSinks(Fp32Weight):
     """A logit for each head `[n]` that takes part in its softmax and has no value."""
 
@@ -288,7 +251,7 @@ class GroupedLinear(nn.Module):
         self.groups = groups
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return torch.einsum("...gi,goi->...go", hidden_states, self.weight.unflatten(0, (self.groups, -1)))
 
 
@@ -314,17 +277,17 @@ class DeepseekV41WindowAttention(nn.Module):
         self.sinks_param = AttentionSinks(heads)
         self.scaling = width**-0.5
 
-    def queries(self, hidden_states: torch.Tensor, rotations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(self, hidden_states: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, S, H]` -> the compressed query `[B, S, r]` and the queries `[B, S, n, D]`."""
         latents = self.q_norm(self.wq_a(hidden_states))
         queries = self.wq_b(latents).unflatten(-1, (self.config.num_attention_heads, -1))
         return latents, rotate(queries, rotations.unsqueeze(-2))
 
-    def keys(self, hidden_states: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    def keys(self, hidden_states: Tensor, rotations: Tensor) -> Tensor:
         """`[B, S, H]` -> `[B, S, D]`, keys and values at once."""
         return round_to_fp8(rotate(self.kv_norm(self.wkv(hidden_states)), rotations))
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, visible: Tensor | None) -> Tensor:
         """
         Args:
             queries: `[B, S, n, D]`; keys: `[B, K, D]`.
@@ -338,20 +301,15 @@ class DeepseekV41WindowAttention(nn.Module):
         with maybe_autocast(queries.device.type, enabled=False):
             return attention(queries, keys, visible, self.sinks_param(), self.scaling, dropout)
 
-    def project_output(self, attended: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    def project_output(self, attended: Tensor, rotations: Tensor) -> Tensor:
         """`[B, S, n, D]` -> `[B, S, H]`."""
         attended = rotate(attended, rotations.unsqueeze(-2), inverse=True)
         return self.wo_b(self.wo_a(attended.flatten(-2).unflatten(-1, (self.config.o_groups, -1))).flatten(-2))
 
 
 def eager_sink_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    visible: torch.Tensor | None,
-    sinks: torch.Tensor,
-    scaling: float,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, visible: Tensor | None, sinks: Tensor, scaling: float, dropout: float = 0.0
+) -> Tensor:
     """Attention with sinks by its definition, in fp32; arguments as in [`DeepseekV41WindowAttention.attend`]."""
     batch, length, heads, _ = queries.shape
     shared = keys.float()
@@ -367,13 +325,8 @@ def eager_sink_attention(
 
 
 def sdpa_sink_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    visible: torch.Tensor | None,
-    sinks: torch.Tensor,
-    scaling: float,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, visible: Tensor | None, sinks: Tensor, scaling: float, dropout: float = 0.0
+) -> Tensor:
     """
     The same with `scaled_dot_product_attention`, which knows no sinks: a further key, zero but for channels of its
     own, meets the sink's logit in those channels of the queries; its value is zero.
@@ -400,9 +353,6 @@ def sdpa_sink_attention(
         scale=scaling,
     )
     return output[..., :width].transpose(1, 2)
-
-
-# ---- model --------------------------------------------------------------------------------------------------------
 
 
 class DeepseekV41ModelMixin:

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from ...configuration.build_deepseek_v41_dspark import build_deepseek_v41_dspark_draft_config
 from ...configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
+from ...configuration.configuration_deepseek_v41_base import DeepseekV41BaseConfig
 from ...configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from ..ops.number_formats import SCALE_GROUP, dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
 from ..saving.atomic_save import staged_directory
@@ -34,32 +36,17 @@ FP32_TENSORS = re.compile(
 FP8_WEIGHTS = re.compile(r".*\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|ffn\.shared_experts\.w[123]|main_proj)\.weight")
 FP4_WEIGHTS = re.compile(r".*\.ffn\.experts\.\d+\.w[123]\.weight")
 EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
-# Settings that engines read in the target's configuration, for the draft's stages as well.
-SHARED_SETTINGS = (
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "head_dim",
-    "qk_rope_head_dim",
-    "q_lora_rank",
-    "o_lora_rank",
-    "o_groups",
-    "sliding_window",
-    "rope_theta",
-    "rms_norm_eps",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "swiglu_limit",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "hc_eps",
-)
+# Settings of a V4.1 layer that engines read in the target's configuration for the draft's stages as well: all but
+# those of training and of special tokens, and what the draft has of its own.
+NOT_SHARED = {"max_position_embeddings", "initializer_range", "attention_dropout", "use_cache"}
+NOT_SHARED |= {"num_hidden_layers", "n_routed_experts", "num_experts_per_tok"}
+NOT_SHARED |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+SHARED_SETTINGS = [name for name in DeepseekV41BaseConfig.__annotations__ if name not in NOT_SHARED]
 
 
 def released_tensors(
-    native: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16, quantize: bool = False
-) -> dict[str, torch.Tensor]:
+    native: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16, quantize: bool = False
+) -> dict[str, Tensor]:
     """
     A draft's tensors under the released names, one for each expert's projection.
 
@@ -78,29 +65,25 @@ def released_tensors(
     for name, tensor in native.items():
         for plain_name, plain in _unstacked(name, tensor):
             if quantize and FP8_WEIGHTS.fullmatch(plain_name):
-                released |= _with_scale(plain_name, *quantize_fp8_block(plain))
+                released[plain_name], released[_scale_name(plain_name)] = quantize_fp8_block(plain)
             elif quantize and FP4_WEIGHTS.fullmatch(plain_name):
                 if plain.shape[1] % SCALE_GROUP:
                     raise ValueError(
                         f"`{plain_name}` has {plain.shape[1]} columns: FP4 needs a multiple of {SCALE_GROUP}. "
                         "`hidden_size` and `moe_intermediate_size` decide that; export without quantising."
                     )
-                released |= _with_scale(plain_name, *quantize_fp4(plain))
+                released[plain_name], released[_scale_name(plain_name)] = quantize_fp4(plain)
             else:
                 kept = torch.float32 if FP32_TENSORS.fullmatch(plain_name) else dtype
                 released[plain_name] = plain.to(kept).contiguous()
     return released
 
 
-def _with_scale(name: str, weight: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: weight, _scale_name(name): scale}
-
-
 def _scale_name(weight_name: str) -> str:
     return weight_name.removesuffix("weight") + "scale"
 
 
-def _unstacked(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _unstacked(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     prefix, separator, projection = name.rpartition(".experts.")
     if not separator:
         return [(released_name(name), tensor)]
@@ -112,16 +95,9 @@ def _unstacked(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Ten
     ]
 
 
-def native_tensors(
-    released: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
-) -> dict[str, torch.Tensor]:
-    """
-    The inverse of [`released_tensors`]: decodes what has a scale, and stacks the experts.
-
-    Args:
-        released: tensors of one draft, complete and of the right shapes, see [`check_released`].
-        dtype: of what is not always fp32.
-    """
+def native_tensors(released: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The inverse of [`released_tensors`] for the tensors of one draft, complete and of the right shapes, see
+    [`check_released`]: decodes what has a scale, and stacks the experts. `dtype` is of what is not always fp32."""
     native, experts = {}, {}
     for name, tensor in released.items():
         if name.endswith(".scale"):
@@ -150,7 +126,7 @@ def expected_shapes(config: DeepseekV41DSparkConfig) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in released_tensors(state_dict).items()}
 
 
-def check_released(released: Mapping[str, torch.Tensor], config: DeepseekV41DSparkConfig) -> None:
+def check_released(released: Mapping[str, Tensor], config: DeepseekV41DSparkConfig) -> None:
     """Raises a `ValueError` that names every tensor that the draft lacks, does not have, or has in another shape."""
     expected = expected_shapes(config)
     faults = {
@@ -169,34 +145,31 @@ def check_released(released: Mapping[str, torch.Tensor], config: DeepseekV41DSpa
         if name not in expected:
             faults["unexpected"].append(name)
             continue
-        shape, scale_shape = _stored_shapes(name, expected[name], tensor)
-        if tuple(tensor.shape) != shape:
-            faults["of another shape"].append(f"{name} {tuple(tensor.shape)}, not {shape}")
-        if not _is_quantized(tensor):
-            continue
-        scale = released.get(_scale_name(name))
-        if scale is None:
-            faults["without the scale that its numbers need"].append(name)
-        elif tuple(scale.shape) != scale_shape:
-            faults["of another shape"].append(f"{_scale_name(name)} {tuple(scale.shape)}, not {scale_shape}")
+        shapes = {name: tuple(expected[name])}
+        if _is_quantized(tensor):
+            if _scale_name(name) not in released:
+                faults["without the scale that its numbers need"].append(name)
+            shapes = _quantized_shapes(name, expected[name])
+        for stored, shape in shapes.items():
+            if stored in released and (actual := tuple(released[stored].shape)) != shape:
+                faults["of another shape"].append(f"{stored} {actual}, not {shape}")
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
         raise ValueError(f"These tensors are no draft of this configuration. {listed}.")
 
 
-def _is_quantized(tensor: torch.Tensor) -> bool:
+def _is_quantized(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float8_e4m3fn, torch.int8)
 
 
-def _stored_shapes(name: str, shape: torch.Size, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape that a tensor has in a file, and that of its scale."""
-    if not _is_quantized(tensor) or len(shape) != 2:
-        return tuple(shape), ()
-    rows, columns = shape
-    groups = -(-columns // SCALE_GROUP)
+def _quantized_shapes(name: str, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+    """By name, the shapes that a tensor and its scale have in a file."""
+    if len(shape) != 2:
+        return {name: tuple(shape), _scale_name(name): ()}
+    rows, groups = shape[0], -(-shape[1] // SCALE_GROUP)
     if FP4_WEIGHTS.fullmatch(name):
-        return (rows, columns // 2), (rows, groups)
-    return (rows, columns), (-(-rows // SCALE_GROUP), groups)
+        return {name: (rows, shape[1] // 2), _scale_name(name): (rows, groups)}
+    return {name: tuple(shape), _scale_name(name): (-(-rows // SCALE_GROUP), groups)}
 
 
 def export_deepseek(
@@ -276,17 +249,14 @@ def load_deepseek(
     Raises:
         ValueError: if there is no draft, or if tensors are missing, unexpected or of another shape; it names them.
     """
-    names_by_file = {}
-    for name, file in read_weight_map(directory).items():
-        if name.startswith("mtp."):
-            names_by_file.setdefault(file, []).append(name)
-    if not names_by_file:
+    files = {name: file for name, file in read_weight_map(directory).items() if name.startswith("mtp.")}
+    if not files:
         raise ValueError(f"The safetensors files in {directory} hold no `mtp.*` tensors: there is no draft in them.")
     released, stored = {}, None
-    for file, names in names_by_file.items():
+    for file in dict.fromkeys(files.values()):
         with safe_open(Path(directory) / file, framework="pt") as opened:
             stored = (opened.metadata() or {}).get(CONFIG_ENTRY, stored)
-            released |= {name: opened.get_tensor(name) for name in names}
+            released |= {name: opened.get_tensor(name) for name in files if files[name] == file}
     if config is None and stored is not None:
         config = DeepseekV41DSparkConfig.from_dict(json.loads(stored))
     elif config is None:
@@ -325,10 +295,8 @@ def _target_text_config(directory: str | os.PathLike) -> DeepseekV41TextConfig:
 
 
 def read_weight_map(directory: str | os.PathLike) -> dict[str, str]:
-    """
-    Tensor names of a directory's safetensors files and the files they are in, by its index; without one by what the
-    files hold, of which the last by name counts.
-    """
+    """Tensor names of a directory's safetensors files and the files they are in, by its index; without one by what the
+    files hold, of which the last by name counts."""
     directory = Path(directory)
     if (index := directory / SAFE_WEIGHTS_INDEX_NAME).exists():
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -359,7 +327,7 @@ def merged_index(directory: str | os.PathLike) -> dict:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def _left_behind(weight_map: Mapping[str, str], released: Mapping[str, torch.Tensor]) -> list[str]:
+def _left_behind(weight_map: Mapping[str, str], released: Mapping[str, Tensor]) -> list[str]:
     """Warns of another draft's tensors in the target's own files."""
     old = {name for name, file in weight_map.items() if name.startswith("mtp.") and file != DRAFT_FILE}
     if not old:

@@ -58,11 +58,8 @@ def _target_misfits(config: DeepseekV41DSparkConfig, engine: str) -> list[str]:
             f"SGLang takes the number of `target_layer_ids` ({len(config.target_layer_ids)}) for the number of stages "
             f"({config.num_hidden_layers}). Train with as many ids as stages."
         )
-    for setting, neutral in {
-        "output_multiplier": 1,
-        "input_embedding_scale": 1,
-        "final_logit_softcapping": None,
-    }.items():
+    without_effect = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": None}
+    for setting, neutral in without_effect.items():
         if (value := getattr(config, setting)) != neutral:
             misfits.append(f"`{setting}` is {value}, which {name} does not apply to `mtp.*` drafts.")
     return misfits

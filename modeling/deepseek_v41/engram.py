@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tokenizers import Regex, normalizers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
@@ -35,7 +35,7 @@ _NORMALIZER = normalizers.Sequence(
 )
 
 
-def compressed_token_map(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def compressed_token_map(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """
     Numbers the tokens by what they say once case, accents and white space are normalised (Engram, section 2.2 of
     arXiv:2601.07372, "tokenizer compression"). Entries that are no whole characters keep their vocabulary string.
@@ -91,16 +91,13 @@ def primes_from(minimum: int, count: int) -> np.ndarray:
 
 
 class EngramConstants(NamedTuple):
-    """
-    What the hash is made of, int64 on the CPU; L is the number of Engram layers, N the longest n-gram.
+    """What the hash is made of, int64 on the CPU, L being the number of Engram layers, N the longest n-gram: `primes`
+    `[L, N - 1, heads]` are the sizes of the tables, `offsets` (same shape) their first rows in the layer's embedding,
+    `multipliers` `[L, N]` the odd factor of each position of an n-gram, the newest token's first."""
 
-    `primes` `[L, N - 1, heads]` are the sizes of the tables, `offsets` (same shape) their first rows in the layer's
-    embedding, `multipliers` `[L, N]` the odd factor of each position of an n-gram, the newest token's first.
-    """
-
-    primes: torch.Tensor
-    offsets: torch.Tensor
-    multipliers: torch.Tensor
+    primes: Tensor
+    offsets: Tensor
+    multipliers: Tensor
 
 
 def engram_constants(config: DeepseekV41TextConfig) -> EngramConstants:
@@ -133,22 +130,18 @@ def engram_constants(config: DeepseekV41TextConfig) -> EngramConstants:
 
 
 class EngramHash(nn.Module):
-    """
-    Table rows of every position's n-grams, for all Engram layers at once (Engram, arXiv:2601.07372, section 2.2).
-
+    """Table rows of every position's n-grams, for all Engram layers at once (Engram, arXiv:2601.07372, section 2.2).
     Nothing here is stored in a checkpoint: the constants follow from the config, the token map from the tokenizer;
-    `is_ready` says whether it has been set.
-    """
+    `is_ready` says whether it has been set."""
 
     def __init__(self, config: DeepseekV41TextConfig):
         super().__init__()
         self.config = config
         layers, ngram_size = len(config.engram_layer_ids), config.engram_max_ngram_size
         tables = (layers, ngram_size - 1, config.engram_n_heads)
-        self.register_buffer("primes", torch.empty(tables, dtype=torch.int64), persistent=False)
-        self.register_buffer("offsets", torch.empty(tables, dtype=torch.int64), persistent=False)
-        self.register_buffer("multipliers", torch.empty(layers, ngram_size, dtype=torch.int64), persistent=False)
-        self.register_buffer("token_map", torch.empty(config.vocab_size, dtype=torch.int64), persistent=False)
+        shapes = {"primes": tables, "offsets": tables, "multipliers": (layers, ngram_size)}
+        for name, shape in (shapes | {"token_map": (config.vocab_size,)}).items():
+            self.register_buffer(name, torch.empty(shape, dtype=torch.int64), persistent=False)
         self.init_buffers()
 
     @torch.no_grad()
@@ -160,14 +153,10 @@ class EngramHash(nn.Module):
         self.is_ready = False
 
     @torch.no_grad()
-    def set_token_map(self, token_map: torch.Tensor) -> None:
-        """
-        Takes the map of `compressed_token_map`, `[len(tokenizer)]`. Ids beyond it (embedding rows that the tokenizer
-        does not use) count as masked.
-
-        Raises:
-            ValueError: if the map does not belong to the config: its size, its number of compressed ids, its pad id.
-        """
+    def set_token_map(self, token_map: Tensor) -> None:
+        """Takes the map of `compressed_token_map`, `[len(tokenizer)]`. Ids beyond it (embedding rows that the
+        tokenizer does not use) count as masked. Raises a `ValueError` if the map does not belong to the config: its
+        size, its number of compressed ids, its pad id."""
         size, count = len(token_map), int(token_map.max()) + 1
         vocab_size, pad = self.config.vocab_size, self.config.engram_pad_token_id
         if size > vocab_size:
@@ -185,13 +174,9 @@ class EngramHash(nn.Module):
         self.token_map[:size] = token_map.to(self.token_map.device)
         self.is_ready = True
 
-    def compress(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        Token ids `[B, S]` to compressed ids `[B, S]` int64, -1 where `mask` `[B, S]` is 0 (padding, images).
-
-        Raises:
-            ValueError: if no token map has been set.
-        """
+    def compress(self, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Token ids `[B, S]` to compressed ids `[B, S]` int64, -1 where `mask` `[B, S]` is 0 (padding, images). Raises
+        a `ValueError` if no token map has been set."""
         if not self.is_ready:
             raise ValueError(
                 "`engram_layer_ids` is not empty, and Engram hashes what the tokens say: call "
@@ -200,14 +185,13 @@ class EngramHash(nn.Module):
         compressed = self.token_map[input_ids.to(self.token_map.device)]
         return compressed if mask is None else compressed.masked_fill(~mask.to(compressed.device).bool(), MASKED)
 
-    def forward(self, compressed_ids: torch.Tensor, num_new: int) -> torch.Tensor:
+    def forward(self, compressed_ids: Tensor, num_new: int) -> Tensor:
         """
-        Hashes the last `num_new` positions.
+        Hashes the last S = `num_new` positions.
 
         Args:
-            compressed_ids: `[B, past + num_new]`. What lies before is taken as the start of the text, so that a
-                continuation needs (at least) the `engram_max_ngram_size - 1` ids before its first new one.
-            num_new: number of positions to hash, S.
+            compressed_ids: `[B, past + S]`. What lies before is taken as the start of the text, so that a continuation
+                needs (at least) the `engram_max_ngram_size - 1` ids before its first new one.
 
         Returns:
             `[B, S, layers, (N - 1) * heads]` int64 rows of the layers' tables, shorter n-grams first, heads inside.
@@ -247,21 +231,10 @@ class EngramLayer(nn.Module):
         self.k_weight = nn.Parameter(torch.ones(streams, hidden_size))
         self.eps = config.rms_norm_eps
 
-    def reset_parameters(self) -> None:
-        """Both scales to one, for `_init_weights`; `embed` and `wkv` are ordinary modules and started as such."""
-        init.ones_(self.q_weight)
-        init.ones_(self.k_weight)
-
-    def forward(self, streams: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        Args:
-            streams: `[B, S, s, H]`.
-            rows: `[B, S, (N - 1) * heads]`, this layer's part of what `EngramHash` returns.
-            mask: `[B, S]`, true for text tokens; the streams of all others are returned as they are.
-
-        Returns:
-            `[B, S, s, H]` in the streams' dtype; gate and sum are computed in fp32.
-        """
+    def forward(self, streams: Tensor, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Streams `[B, S, s, H]`, `rows` `[B, S, (N - 1) * heads]`, this layer's part of what `EngramHash` returns,
+        and `mask` `[B, S]`, true for text tokens -> streams, of all other tokens as they were. Gate and sum are
+        fp32."""
         num_streams, hidden_size = self.q_weight.shape
         key, value = self.wkv(self.embed(rows).flatten(-2)).split([num_streams * hidden_size, hidden_size], dim=-1)
         with maybe_autocast(streams.device.type, enabled=False):
@@ -274,5 +247,5 @@ class EngramLayer(nn.Module):
                 gate = gate.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
             return (query + gate.unsqueeze(-1) * value.float().unsqueeze(-2)).to(streams.dtype)
 
-    def _inverse_rms(self, x: torch.Tensor) -> torch.Tensor:
+    def _inverse_rms(self, x: Tensor) -> Tensor:
         return torch.rsqrt(x.square().mean(-1) + self.eps)

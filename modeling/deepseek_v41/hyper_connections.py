@@ -4,7 +4,7 @@ saves its inputs only; a CPU does all of a part to a few rows while they are in 
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import maybe_autocast
 
@@ -37,7 +37,7 @@ class _NormedProjection(torch.autograd.Function):
         return d_x, d_weight, None
 
 
-def normed_projection(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def normed_projection(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rows `[..., n]` over their root mean square, times `weight` `[m, n]`: `[..., m]`, in the weight's dtype."""
     return _NormedProjection.apply(x.flatten(0, -2), weight, eps).view(*x.shape[:-1], len(weight))
 
@@ -70,15 +70,10 @@ class _Sinkhorn(torch.autograd.Function):
         return d.movedim(-1, 0).contiguous(), None, None
 
 
-def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """
-    Nearly doubly stochastic matrices.
-
-    Args:
-        logits: `[..., s, s]`, from (rows) and to (columns).
-        iterations: a softmax over "to" and a normalisation over "from", then normalisations over "to" and "from".
-        eps: added to the softmax and to each sum.
-    """
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Nearly doubly stochastic matrices from `[..., s, s]` logits, from (rows) and to (columns): a softmax over "to"
+    and a normalisation over "from", then normalisations over "to" and "from", `iterations` in all; `eps` is added to
+    the softmax and to each sum."""
     return _Sinkhorn.apply(logits.flatten(0, -3), iterations, eps).view_as(logits)
 
 
@@ -103,7 +98,7 @@ class _CollapseStreams(torch.autograd.Function):
         return d_streams, d_pre
 
 
-def collapse_streams(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+def collapse_streams(streams: Tensor, pre: Tensor) -> Tensor:
     """Weighted sum of the streams `[..., s, H]`, weights `[..., s]`, computed in the dtype of these (fp32), autocast
     or not: `[..., H]` in the streams' dtype."""
     with maybe_autocast(streams.device.type, enabled=False):
@@ -138,20 +133,10 @@ class _ExpandStreams(torch.autograd.Function):
         return tuple(gradients)
 
 
-def expand_streams(
-    output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> torch.Tensor:
-    """
-    The streams after a sublayer: mixed among each other, plus the sublayer's output for each with its weight.
-
-    Args:
-        output: `[..., H]`; streams: `[..., s, H]`.
-        post: `[..., s]`; comb: `[..., s, s]`, from (rows) and to (columns); all is computed in the dtype of these
-            (fp32), autocast or not.
-
-    Returns:
-        `[..., s, H]` in the streams' dtype.
-    """
+def expand_streams(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The streams `[..., s, H]` after a sublayer, in their dtype: mixed among each other by `comb` `[..., s, s]`, from
+    (rows) and to (columns), plus the sublayer's output `[..., H]` for each with its weight, `post` `[..., s]`;
+    computed in the dtype of these two (fp32), autocast or not."""
     rows = (output.flatten(0, -2), streams.flatten(0, -3), post.flatten(0, -2), comb.flatten(0, -3))
     with maybe_autocast(streams.device.type, enabled=False):
         return _ExpandStreams.apply(*rows).view_as(streams)

@@ -3,8 +3,9 @@
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -49,23 +50,16 @@ class DeepseekV41DecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self,
-        streams: torch.Tensor,
-        pre: torch.Tensor,
+        streams: Tensor,
+        pre: Tensor,
         plan: TokenPlan,
         state: CompressedState | None = None,
-        engram_rows: torch.Tensor | None = None,
+        engram_rows: Tensor | None = None,
         cache_layer: DeepseekV41CacheLayer | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, CompressedState | None]:
-        """
-        Args:
-            streams: `[B, S, s, H]`.
-            pre: `[B, S, s]` fp32, weights with which the attention reads the streams.
-            plan: the forward's tokens; state: what the layers below hand on.
-            engram_rows: `[B, S, engram layers, tables]`.
-
-        Returns:
-            The streams, the next sublayer's weights and the state.
-        """
+    ) -> tuple[Tensor, Tensor, CompressedState | None]:
+        """Streams `[B, S, s, H]`, the weights `[B, S, s]` fp32 with which the attention reads them, the state that the
+        layers below hand on, and `[B, S, engram layers, tables]` rows -> streams, the next sublayer's weights,
+        state."""
         valid = plan.new_valid
         if self.engram is not None:
             streams = self.engram(streams, engram_rows[:, :, self.engram_index], valid)
@@ -107,7 +101,8 @@ class DeepseekV41PreTrainedModel(DeepseekV41ModelMixin, PreTrainedModel):
         if isinstance(module, EngramHash):
             module.init_buffers()
         elif isinstance(module, EngramLayer):
-            module.reset_parameters()
+            init.ones_(module.q_weight)
+            init.ones_(module.k_weight)
         else:
             super()._init_weights(module)
 
@@ -162,10 +157,10 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
@@ -204,7 +199,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
                 cache_layer.advance(length)
         return MoeModelOutputWithPast(last_hidden_state=self.norm(collapse_streams(streams, pre)), cache=cache)
 
-    def _engram_rows(self, input_ids: torch.Tensor | None, plan: TokenPlan, cache: Cache | None) -> torch.Tensor:
+    def _engram_rows(self, input_ids: Tensor | None, plan: TokenPlan, cache: Cache | None) -> Tensor:
         """`[B, S, engram layers, tables]`; the first Engram layer's cache remembers the last tokens."""
         if input_ids is None:
             raise ValueError("`input_ids` are needed beside `inputs_embeds`: Engram looks n-grams of tokens up.")

@@ -2,7 +2,7 @@
 attention, routed experts and single-pass hyper-connections; a Markov head, token by token; a confidence head."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DFlashCache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -38,8 +38,8 @@ class DSparkContextLayer(DynamicLayer):
         self.sliding_window: int | None = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, sliding_window: int, skipped: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, sliding_window: int, skipped: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
             key_states: `[B, 1, rows, D]`, new context rows, then the block's.
@@ -68,13 +68,13 @@ class DeepseekV41DSparkAttention(DeepseekV41WindowAttention):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        context_hidden_states: torch.Tensor,
-        rotations: torch.Tensor,
-        attention_mask: torch.Tensor | VisibleKeys | None = None,
+        hidden_states: Tensor,
+        context_hidden_states: Tensor,
+        rotations: Tensor,
+        attention_mask: Tensor | VisibleKeys | None = None,
         cache: Cache | None = None,
         skipped: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """
         Args:
             hidden_states: `[B, Q, H]`, normed block rows.
@@ -126,14 +126,14 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
 
     def forward(
         self,
-        streams: torch.Tensor,
-        pre_mix: torch.Tensor,
-        context_hidden_states: torch.Tensor,
-        rotations: torch.Tensor,
-        attention_mask: torch.Tensor | VisibleKeys | None = None,
+        streams: Tensor,
+        pre_mix: Tensor,
+        context_hidden_states: Tensor,
+        rotations: Tensor,
+        attention_mask: Tensor | VisibleKeys | None = None,
         cache: Cache | None = None,
         skipped: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """
         Args:
             streams: `[B, Q, s, H]`, the block's residual streams.
@@ -212,12 +212,8 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
         return torch.cat([context, blocks.flatten(1)], dim=1)
 
     def build_attention_mask(
-        self,
-        anchor_positions: torch.LongTensor,
-        block_keep_mask: torch.Tensor,
-        context_sequence: int,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, anchor_positions: torch.LongTensor, block_keep_mask: Tensor, context_sequence: int, dtype: torch.dtype
+    ) -> Tensor:
         """
         The additive mask of many blocks, for the forward's `attention_mask`: all slots of a block see the
         `sliding_window` context rows before their anchor, and their block. `block_plan` or `anchor_positions` say the
@@ -241,14 +237,14 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
     @draft_arguments
     def forward(
         self,
-        noise_embeds: torch.Tensor,
-        context_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         previous_token_ids: torch.LongTensor | None = None,
         anchor_positions: torch.LongTensor | None = None,
-        block_keep_mask: torch.Tensor | None = None,
+        block_keep_mask: Tensor | None = None,
         document_ids: torch.LongTensor | None = None,
         enable_confidence_head: bool = True,
         confidence_head_stop_gradient: bool = False,
@@ -333,7 +329,7 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
         self,
         length: int,
         rows: int,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
     ) -> None:

@@ -2,22 +2,24 @@
 
 import copy
 import weakref
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ...configuration.configuration_deepseek_v41 import YARN, DeepseekV41TextConfig
 from .deepseek_v41_layers import rope_frequencies, rope_rotations
 
 
-def move_fields(state, device: torch.device):
-    """A dataclass with its tensors, and what else can move, on `device`."""
-    values = {field.name: getattr(state, field.name) for field in fields(state)}
-    return replace(state, **{name: value.to(device) for name, value in values.items() if hasattr(value, "to")})
+class Movable:
+    """A dataclass whose tensors, and what else can, move to another device."""
+
+    def to(self, device: torch.device):
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")})
 
 
 @dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(Movable):
     """
     The groups of `ratio` tokens that a forward completes and sees; b is B, or 1 where all rows are alike.
 
@@ -29,14 +31,11 @@ class GroupPlan:
         allowed (`[b, S, C]` bool): groups that a query may see.
     """
 
-    ids: torch.Tensor
-    columns: torch.Tensor
+    ids: Tensor
+    columns: Tensor
     total: int
-    visible_groups: torch.Tensor
-    allowed: torch.Tensor
-
-    def to(self, device: torch.device) -> "GroupPlan":
-        return move_fields(self, device)
+    visible_groups: Tensor
+    allowed: Tensor
 
 
 class TokenPlan:
@@ -59,7 +58,7 @@ class TokenPlan:
         config: DeepseekV41TextConfig,
         length: int,
         past: int,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Tensor | None,
         device: torch.device,
         is_cached: bool,
     ):
@@ -70,7 +69,7 @@ class TokenPlan:
         self.is_padded_right = self.valid is not None and not self.is_ragged
         self.positions = (self.first[:, None] + torch.arange(length, device=device)).clamp(min=0)
         self.rotations = {False: self._rotations(self.positions, False), True: self._rotations(self.positions, True)}
-        self._window: dict[int, torch.Tensor] = {}
+        self._window: dict[int, Tensor] = {}
         self._groups: dict[tuple[int, int], GroupPlan] = {}
         # A plan that held itself would outlive its forward, and its masks with it: only those made of it are held.
         self._plans = weakref.WeakValueDictionary({self.device: self})
@@ -90,11 +89,11 @@ class TokenPlan:
         return plan
 
     @property
-    def new_valid(self) -> torch.Tensor | None:
+    def new_valid(self) -> Tensor | None:
         """`[B, S]` bool, or `None` where every new token is real."""
         return None if self.valid is None else self.valid[:, -self.length :]
 
-    def _rotations(self, positions: torch.Tensor, compressed: bool) -> torch.Tensor:
+    def _rotations(self, positions: Tensor, compressed: bool) -> Tensor:
         config, yarn = self.config, None
         scaling = config.rope_scaling
         if compressed and scaling.get("original_max_position_embeddings", 0) > 0:
@@ -105,11 +104,11 @@ class TokenPlan:
         theta = config.compress_rope_theta if compressed else config.rope_theta
         return rope_rotations(positions, rope_frequencies(config.qk_rope_head_dim, theta, yarn, self.device))
 
-    def group_rotations(self, plan: GroupPlan, ratio: int) -> torch.Tensor:
+    def group_rotations(self, plan: GroupPlan, ratio: int) -> Tensor:
         """`[b, n, R / 2]`: a group stands at its first token."""
         return self._rotations(plan.ids * ratio, True)
 
-    def window(self, num_keys: int) -> torch.Tensor:
+    def window(self, num_keys: int) -> Tensor:
         """`[b, 1, S, num_keys]` bool: which of the last `num_keys` tokens are near enough, and real."""
         if num_keys not in self._window:
             end = self.past + self.length
@@ -144,9 +143,7 @@ class TokenPlan:
         return GroupPlan(ids, columns, total, visible_groups, allowed)
 
 
-def _read_mask(
-    mask: torch.Tensor | None, length: int, past: int, is_cached: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _read_mask(mask: Tensor | None, length: int, past: int, is_cached: bool) -> tuple[Tensor | None, Tensor | None]:
     """Real tokens `[B, past + S]`, `None` if all are; first tokens `[B]` of the rows, `None` if all start at 0."""
     if mask is None:
         return None, None

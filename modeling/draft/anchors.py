@@ -15,12 +15,8 @@ from torch import Tensor
 
 
 class Anchors(NamedTuple):
-    """Anchors of a batch.
-
-    Attributes:
-        positions (`[B, N]` int64): ascending in each row, 0 in padded places.
-        keep (`[B, N]` bool): False in padded places. N is 0 where no row has a legal anchor.
-    """
+    """Anchors of a batch: `positions` `[B, N]` int64, ascending in each row, 0 in padded places, where `keep` `[B, N]`
+    bool is False. N is 0 where no row has a legal anchor."""
 
     positions: Tensor
     keep: Tensor
@@ -59,12 +55,10 @@ def legal_dspark_anchors(
     """Marks the positions at which a DSpark block may stand: supervised ones whose next token is supervised too.
 
     Slot 0 predicts that next token, so a block has a label at least there; the label mask cuts what is beyond the row.
+    In packed rows the next token has to be of the same document.
 
     Args:
-        loss_mask (`[B, S]`): supervised where above 0.5.
-        lengths (`[B]` int, *optional*): each row's own length without padding; S where not given.
-        document_remaining (`[B, S]` int, *optional*): packed rows, see `documents`; the next token has to
-            be of the same document.
+        loss_mask, lengths, document_remaining: as in [`legal_anchors`].
 
     Returns:
         `[B, S]` bool, never true in the last column.

@@ -61,9 +61,8 @@ def build_block_targets(
     """Labels of the blocks: slot j of the block at anchor a predicts token `a + label_start + j`.
 
     Args:
-        input_ids (`[B, S]` int64), loss_mask (`[B, S]`): the rows and which of their tokens are supervised.
-        anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool): the anchors.
-        block_size (`int`): slots of a block.
+        input_ids, anchor_positions, block_keep_mask, block_size: as in [`build_block_inputs`].
+        loss_mask (`[B, S]`): which tokens of the rows are supervised.
         label_start (`int`): 0 where slot 0 holds the anchor's own place (1+N), 1 where it predicts the next token (N).
         document_remaining (`[B, S]` int, *optional*): tokens after each position in its document; labels past the end
             of the anchor's document are dropped.
@@ -115,14 +114,11 @@ def build_dspark_targets(
     """Labels of the blocks. Unlike DFlash's, a slot whose label is not supervised switches off all that follow.
 
     Args:
-        input_ids (`[B, S]` int64), loss_mask (`[B, S]`): the rows and which of their tokens are supervised (> 0.5).
-        anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool): the anchors.
-        block_size (`int`): slots of a block, all of them drafted.
-        document_remaining (`[B, S]` int, *optional*): packed rows, see [`build_block_targets`].
+        loss_mask (`[B, S]`): which tokens of the rows are supervised (> 0.5).
+        input_ids, anchor_positions, block_keep_mask, block_size, document_remaining: as in [`build_block_targets`].
     """
-    labels = build_block_targets(
-        input_ids, loss_mask, anchor_positions, block_keep_mask, block_size, 1, document_remaining
-    )
+    blocks = (anchor_positions, block_keep_mask, block_size)
+    labels = build_block_targets(input_ids, loss_mask, *blocks, 1, document_remaining)
     token_ids = torch.where(block_keep_mask[..., None], labels.token_ids, input_ids[:, :1, None])
     anchors = input_ids.gather(1, anchor_positions)
     previous = torch.cat([anchors[..., None], token_ids[..., :-1]], dim=-1)

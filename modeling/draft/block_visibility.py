@@ -41,16 +41,9 @@ class BlockVisibility:
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})
 
     def dense_mask(self, context_positions: Tensor | None = None) -> Tensor:
-        """
-        The rule as a mask, the same on every device and for every attention implementation.
-
-        Args:
-            context_positions (`[B, S]` int64, *optional*): the rows' numbers in `first` and `last`, -1 for rows that
-                nobody sees. Default: 0, 1, ...
-
-        Returns:
-            `[B, 1, N * block_size, S + N * block_size]` bool, True where a query (rows) sees a key (columns).
-        """
+        """The rule as a mask `[B, 1, N * block_size, S + N * block_size]` bool, True where a query (rows) sees a key
+        (columns). `context_positions` `[B, S]` int64 are the rows' numbers in `first` and `last`, -1 for rows that
+        nobody sees; default: 0, 1, ..."""
         (batch, blocks), size, device = self.last.shape, self.block_size, self.last.device
         if context_positions is None:
             context_positions = torch.arange(self.context_length, device=device)[None]
@@ -92,11 +85,7 @@ def block_visibility(
     last = torch.where(block_keep_mask, anchor_positions.clamp(max=context_length), 0)
     first = torch.zeros_like(last)[..., None]
     if document_ids is not None:
-        positions = torch.arange(context_length, device=last.device)
-        begins = torch.zeros_like(document_ids, dtype=torch.bool)
-        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-        starts = torch.where(begins, positions, 0).cummax(-1).values
-        first = starts.gather(1, anchor_positions)[..., None]
+        first = document_starts(document_ids).gather(1, anchor_positions)[..., None]
     if sliding_window is not None:
         oldest = anchor_positions[..., None] - sliding_window
         if window_per_query:
@@ -105,16 +94,20 @@ def block_visibility(
     return BlockVisibility(torch.minimum(first, last[..., None]), last, context_length, block_size, causal)
 
 
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Where the document of each position begins, `[B, S]` int64, from `[B, S]` ids of contiguous documents."""
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    starts = torch.zeros_like(document_ids, dtype=torch.int64)
+    starts[:, 1:] = torch.where(document_ids[:, 1:] != document_ids[:, :-1], positions[1:], 0)
+    return starts.cummax(-1).values
+
+
 @dataclass(frozen=True)
 class BlockPlan:
     """
     Where the blocks of a batch stand and what the layers see of the context, made once from their anchors by
     [`~DraftPreTrainedModel.plan_blocks`]: on the CPU and before the target's forward, so that nothing waits for the
-    device behind it:
-
-    ```python
-    plan = draft.plan_blocks(anchor_positions, block_keep_mask, context_length).to(draft.device)
-    ```
+    device behind it.
 
     Attributes:
         anchor_positions (`[B, N]` int64): 0 for padded blocks.

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .block_visibility import document_starts
+
 
 def document_remaining(document_ids: Tensor, lengths: Tensor) -> Tensor:
     """Counts the real tokens after each position inside its own document.
@@ -25,7 +27,4 @@ def document_remaining(document_ids: Tensor, lengths: Tensor) -> Tensor:
 
 def document_positions(document_ids: Tensor) -> Tensor:
     """Position of each token in its own document, `[B, S]` int64, from `[B, S]` ids of contiguous documents."""
-    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
-    starts = torch.zeros_like(document_ids)
-    starts[:, 1:] = torch.where(document_ids[:, 1:] != document_ids[:, :-1], positions[1:], 0)
-    return positions - starts.cummax(-1).values
+    return torch.arange(document_ids.shape[1], device=document_ids.device) - document_starts(document_ids)

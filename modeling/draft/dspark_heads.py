@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
@@ -19,7 +19,7 @@ class DSparkMarkovHead(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.markov_rank)
         self.head = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
 
-    def forward(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, token_ids: torch.LongTensor) -> tuple[Tensor, Tensor]:
         """`[...]` tokens before the slots -> transition logits `[..., V]` and embeddings `[..., r]`."""
         embeddings = self.embed(token_ids)
         return self.head(embeddings), embeddings
@@ -32,7 +32,7 @@ class DSparkConfidenceHead(nn.Module):
         super().__init__()
         self.proj = Fp32Linear(config.hidden_size + config.markov_rank, 1)
 
-    def forward(self, hidden_states: torch.Tensor, markov_embeddings: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, markov_embeddings: Tensor) -> Tensor:
         """`[..., H]` states and `[..., r]` embeddings of the tokens before -> `[...]` fp32 logits, not calibrated."""
         return self.proj(torch.cat([hidden_states.float(), markov_embeddings.float()], dim=-1)).squeeze(-1)
 
@@ -59,14 +59,14 @@ class DSparkOutput(ModelOutput):
         cache ([`~transformers.cache_utils.DFlashCache`], *optional*).
     """
 
-    last_hidden_state: torch.Tensor | None = None
-    confidence_states: torch.Tensor | None = None
-    transition_logits: torch.Tensor | None = None
-    confidence_pred: torch.Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    confidence_states: Tensor | None = None
+    transition_logits: Tensor | None = None
+    confidence_pred: Tensor | None = None
     cache: Cache | None = None
 
     @property
-    def normalized_hidden_states(self) -> torch.Tensor:
+    def normalized_hidden_states(self) -> Tensor:
         """The reference's name of `last_hidden_state`."""
         return self.last_hidden_state
 
@@ -84,9 +84,9 @@ class DSparkForwardOutput(ModelOutput):
         confidence_pred (`[B, N, block_size]` fp32, *optional*): Confidence logits.
     """
 
-    draft_logits: torch.Tensor | None = None
-    aligned_target_logits: torch.Tensor | None = None
-    target_ids: torch.Tensor | None = None
-    eval_mask: torch.Tensor | None = None
-    block_keep_mask: torch.Tensor | None = None
-    confidence_pred: torch.Tensor | None = None
+    draft_logits: Tensor | None = None
+    aligned_target_logits: Tensor | None = None
+    target_ids: Tensor | None = None
+    eval_mask: Tensor | None = None
+    block_keep_mask: Tensor | None = None
+    confidence_pred: Tensor | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,10 +36,8 @@ PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision",
 
 
 def draft_arguments(forward: Callable) -> Callable:
-    """
-    Decorates a draft's `forward`: inputs may have their reference names, and what PEFT's wrapper adds is left out. Any
-    other argument that `forward` does not name is a `TypeError`, as in every function.
-    """
+    """Decorates a draft's `forward`: inputs may have their reference names, and what PEFT's wrapper adds is left out.
+    Any other argument that `forward` does not name is a `TypeError`, as in every function."""
 
     @functools.wraps(forward)
     def with_names(self, *args, **kwargs):
@@ -96,7 +94,7 @@ class DraftPreTrainedModel(PreTrainedModel):
         """[`block_decode`] with this draft: `target.generate(input_ids, **kwargs)`, the same tokens in less time."""
         return block_decode(target, input_ids, draft=self, **kwargs)
 
-    def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> torch.Tensor:
+    def embed_block(self, input_ids: torch.LongTensor, embed_tokens: nn.Module) -> Tensor:
         """
         Embeds draft blocks, for `noise_embeds`.
 
@@ -111,7 +109,7 @@ class DraftPreTrainedModel(PreTrainedModel):
         scale = self.config.input_embedding_scale
         return embeds if scale == 1 else embeds * scale
 
-    def compute_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+    def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
         """
         Logits of the draft's hidden states.
 
@@ -130,9 +128,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             logits = cap * torch.tanh(logits / cap)
         return logits
 
-    def slot_logits(
-        self, base_logits: torch.Tensor, previous_token_ids: torch.LongTensor, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def slot_logits(self, base_logits: Tensor, previous_token_ids: torch.LongTensor, hidden_states: Tensor) -> Tensor:
         """
         What the draft proposes in a slot, given the token before it.
 
@@ -146,7 +142,7 @@ class DraftPreTrainedModel(PreTrainedModel):
         """
         return base_logits
 
-    def confidence_logits(self, confidence_states: torch.Tensor, previous_token_ids: torch.LongTensor) -> torch.Tensor:
+    def confidence_logits(self, confidence_states: Tensor, previous_token_ids: torch.LongTensor) -> Tensor:
         """`[..., H]` `confidence_states` of the forward's output and `[...]` tokens before the slots -> `[...]` fp32
         logits of acceptance, not calibrated. Only for a draft with a `confidence_head`."""
         raise NotImplementedError(f"{type(self).__name__} has no confidence head.")
@@ -154,7 +150,7 @@ class DraftPreTrainedModel(PreTrainedModel):
     def plan_blocks(
         self,
         anchor_positions: torch.LongTensor,
-        block_keep_mask: torch.Tensor | None,
+        block_keep_mask: Tensor | None,
         context_length: int,
         document_ids: torch.LongTensor | None = None,
         device: torch.device | None = None,
@@ -177,21 +173,19 @@ class DraftPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if shapes do not fit, or `document_ids` come back to a document.
         """
-        config, shape, rows = self.config, tuple(anchor_positions.shape), (len(anchor_positions), context_length)
-        if block_keep_mask is not None and block_keep_mask.shape != shape:
-            raise ValueError(
-                f"`block_keep_mask` has the shape {tuple(block_keep_mask.shape)}, `anchor_positions` {shape}."
-            )
+        config, rows = self.config, (len(anchor_positions), context_length)
+        keep = torch.ones_like(anchor_positions) if block_keep_mask is None else block_keep_mask
+        if keep.shape != anchor_positions.shape:
+            shapes = f"{tuple(keep.shape)}, `anchor_positions` {tuple(anchor_positions.shape)}"
+            raise ValueError(f"`block_keep_mask` has the shape {shapes}.")
         if document_ids is not None:
             if document_ids.shape != rows:
-                raise ValueError(
-                    f"`document_ids` has the shape {tuple(document_ids.shape)}; the context's rows are {rows}."
-                )
+                shape = tuple(document_ids.shape)
+                raise ValueError(f"`document_ids` has the shape {shape}; the context's rows are {rows}.")
             runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1)[0]))
             if runs != documents:
                 raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
-        keep = torch.ones_like(anchor_positions).bool() if block_keep_mask is None else block_keep_mask.bool()
-        blocks = (anchor_positions, keep, context_length, config.block_size)
+        blocks = (anchor_positions, keep.bool(), context_length, config.block_size)
         rule = {"window_per_query": self.window_per_query, "causal": config.is_causal, "document_ids": document_ids}
         windows = dict.fromkeys(config.context_windows)
         visible = {window: block_visibility(*blocks, sliding_window=window, **rule) for window in windows}
@@ -203,14 +197,14 @@ class DraftPreTrainedModel(PreTrainedModel):
 
     def read_blocks(
         self,
-        noise_embeds: torch.Tensor,
-        context_hidden_states: torch.Tensor,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
         attention_mask: object | None,
         cache: object | None,
         block_plan: BlockPlan | None,
-        anchor_positions: torch.Tensor | None,
-        block_keep_mask: torch.Tensor | None,
-        document_ids: torch.Tensor | None,
+        anchor_positions: Tensor | None,
+        block_keep_mask: Tensor | None,
+        document_ids: Tensor | None,
     ) -> BlockPlan | None:
         """
         The plan of many blocks, on the device of `noise_embeds`, made of their anchors if it is not given; `None`
@@ -271,7 +265,7 @@ class DraftPreTrainedModel(PreTrainedModel):
             )
         return block_plan.to(noise_embeds.device)
 
-    def layer_masks(self, plan: BlockPlan) -> dict[int | None, torch.Tensor | VisibleKeys]:
+    def layer_masks(self, plan: BlockPlan) -> dict[int | None, Tensor | VisibleKeys]:
         """
         What the attention of the layers with each window gets for many blocks: with `attn_implementation="sdpa"`
         [`VisibleKeys`], which make it compute what is visible and nothing else, with any other a dense bool mask.
@@ -292,10 +286,8 @@ class DraftPreTrainedModel(PreTrainedModel):
         return {window: visible.dense_mask() for window, visible in plan.visible.items()}
 
     def get_input_embeddings(self) -> None:
-        """
-        `None`: block tokens are embedded with `target.get_input_embeddings()`. PEFT then has no embedding to save; its
-        Auto classes ask for the size of one where a tokenizer lies beside an adapter, so none is saved there.
-        """
+        """`None`: block tokens are embedded with `target.get_input_embeddings()`. PEFT then has no embedding to save;
+        its Auto classes ask for the size of one where a tokenizer lies beside an adapter, so none is saved there."""
         return None
 
     def enable_input_require_grads(self):
@@ -322,12 +314,9 @@ class DraftPreTrainedModel(PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs,
     ):
-        """
-        Saves weights, config and the code that loads them where this package is absent (`trust_remote_code=True`).
-
+        """Saves weights, config and the code that loads them where this package is absent (`trust_remote_code=True`).
         Each file is written beside, synced and renamed, `config.json` last. The arguments are those of
-        [`~transformers.PreTrainedModel.save_pretrained`].
-        """
+        [`~transformers.PreTrainedModel.save_pretrained`]."""
         push_arguments = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)
         save = functools.partial(super().save_pretrained, state_dict=state_dict, **kwargs)

@@ -4,7 +4,7 @@ stand-alone forward on token ids."""
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_dspark import DSparkConfig
@@ -41,11 +41,11 @@ class DSparkDraftModel(DraftPreTrainedModel):
     def drafts_in_sequence(self) -> bool:
         return self.markov_head is not None
 
-    def compute_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+    def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module) -> Tensor:
         """As [`~DraftPreTrainedModel.compute_logits`], in fp32 whatever the dtype of states and head; a head that is
         more than a matrix (quantised, sharded, offloaded, with an adapter) computes as it does for its target."""
 
-        def head_in_fp32(states: torch.Tensor) -> torch.Tensor:
+        def head_in_fp32(states: Tensor) -> Tensor:
             is_matrix = type(lm_head) is nn.Linear and type(lm_head.weight) is nn.Parameter
             if is_matrix and lm_head.weight.dtype in (torch.bfloat16, torch.float16) and not lm_head.weight.is_meta:
                 bias = None if lm_head.bias is None else lm_head.bias.float()
@@ -55,15 +55,13 @@ class DSparkDraftModel(DraftPreTrainedModel):
         with maybe_autocast(hidden_states.device.type, enabled=False):
             return super().compute_logits(hidden_states, head_in_fp32)
 
-    def slot_logits(
-        self, base_logits: torch.Tensor, previous_token_ids: torch.LongTensor, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def slot_logits(self, base_logits: Tensor, previous_token_ids: torch.LongTensor, hidden_states: Tensor) -> Tensor:
         """Adds the Markov head's bias of the token before each slot, in the dtype of `base_logits`."""
         if self.markov_head is None:
             return base_logits
         return base_logits + self.markov_head(previous_token_ids)[0].to(base_logits)
 
-    def confidence_logits(self, confidence_states: torch.Tensor, previous_token_ids: torch.LongTensor) -> torch.Tensor:
+    def confidence_logits(self, confidence_states: Tensor, previous_token_ids: torch.LongTensor) -> Tensor:
         return self.confidence_head(confidence_states, self.markov_head.embed(previous_token_ids))
 
     def read_heads(
@@ -92,11 +90,9 @@ class DSparkDraftModel(DraftPreTrainedModel):
             raise ValueError(
                 "`previous_token_ids` are for the Markov head, and `markov_rank` is null: leave them out."
             )
-        if previous_token_ids.shape != output.last_hidden_state.shape[:2]:
-            raise ValueError(
-                f"`previous_token_ids` has the shape {tuple(previous_token_ids.shape)}; the block's rows are "
-                f"{tuple(output.last_hidden_state.shape[:2])}."
-            )
+        shape, rows = tuple(previous_token_ids.shape), tuple(output.last_hidden_state.shape[:2])
+        if shape != rows:
+            raise ValueError(f"`previous_token_ids` has the shape {shape}; the block's rows are {rows}.")
         output.transition_logits, embeddings = self.markov_head(previous_token_ids)
         if enable_confidence_head and self.confidence_head is not None:
             states = (output.confidence_states, embeddings)
@@ -150,7 +146,7 @@ class DSparkTokenForward:
         self.embed_tokens.requires_grad_(trainable)
         self.lm_head.requires_grad_(trainable)
 
-    def compute_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
+    def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
         """As [`~DSparkDraftModel.compute_logits`]; `lm_head` defaults to the copy of the target's."""
         if lm_head is None:
             self._check_copies()
@@ -160,8 +156,8 @@ class DSparkTokenForward:
     @draft_arguments
     def forward(
         self,
-        noise_embeds: torch.Tensor | None = None,
-        context_hidden_states: torch.Tensor | None = None,
+        noise_embeds: Tensor | None = None,
+        context_hidden_states: Tensor | None = None,
         *args,
         input_ids: torch.LongTensor | None = None,
         **kwargs,
@@ -174,11 +170,11 @@ class DSparkTokenForward:
     def forward_tokens(
         self,
         input_ids: torch.LongTensor,
-        context_hidden_states: torch.Tensor,
-        loss_mask: torch.Tensor,
-        target_last_hidden_states: torch.Tensor | None = None,
+        context_hidden_states: Tensor,
+        loss_mask: Tensor,
+        target_last_hidden_states: Tensor | None = None,
         anchor_positions: torch.LongTensor | None = None,
-        block_keep_mask: torch.Tensor | None = None,
+        block_keep_mask: Tensor | None = None,
         num_anchors: int = 512,
         enable_confidence_head: bool = True,
         confidence_head_stop_gradient: bool = False,
@@ -237,8 +233,8 @@ class DSparkTokenForward:
 
     @torch.no_grad()
     def _aligned_target_logits(
-        self, last_hidden_states: torch.Tensor, anchor_positions: torch.LongTensor, block_keep_mask: torch.Tensor
-    ) -> torch.Tensor:
+        self, last_hidden_states: Tensor, anchor_positions: torch.LongTensor, block_keep_mask: Tensor
+    ) -> Tensor:
         """`[B, N, block_size, V]`: slot k of the block at anchor a is compared with the target's state at a + k."""
         slots = torch.arange(self.config.block_size, device=last_hidden_states.device)
         last = last_hidden_states.shape[1] - 2

@@ -40,8 +40,7 @@ def sample_prefix_lengths(
     lengths = torch.full(keep.shape, shortest)
     for row, kept, row_id in zip(lengths, keep.cpu(), row_ids, strict=True):
         # One number for each block of the row's own, so that the batch's width changes nothing.
-        uniform = torch.rand(
-            int(kept.sum()), dtype=torch.float64, generator=row_generator("prefix", seed, step, row_id)
-        )
+        generator = row_generator("prefix", seed, step, row_id)
+        uniform = torch.rand(int(kept.sum()), dtype=torch.float64, generator=generator)
         row[kept] += torch.bucketize(uniform, upper, right=True)
     return lengths.to(keep.device)

@@ -121,28 +121,18 @@ def choose_window(groups: list[BlockGroup], widest: int) -> int | None:
 def _group_blocks(
     row: int, bounds: list[list[int]], block_queries: int, block_readers: int, limits: GroupLimits
 ) -> list[BlockGroup]:
-    """
-    Args:
-        row: of the batch.
-        bounds: of each block, the least and the greatest first row that a slot sees, and the end of what they see.
-        block_queries: queries of a block, in all heads; block_readers: those that read the same key.
-        limits: of a group.
-    """
+    """The groups of a row, of whose blocks `bounds` are the least and the greatest first row that a slot sees, and the
+    end of what they see. A block has `block_queries` queries in all heads, of which `block_readers` read the same
+    key."""
     groups, seen = [], 0
     for index, (first, latest_first, last) in enumerate(bounds):
         new = BlockGroup(row, index, index + 1, first, last, latest_first, last)
         # Blocks that see no context, such as padded ones, would make the others' mask a full one.
         if groups and (groups[-1].high > groups[-1].low) == (last > first):
             old = groups[-1]
-            joined = BlockGroup(
-                row,
-                old.start,
-                new.stop,
-                min(old.low, new.low),
-                max(old.high, new.high),
-                max(old.clear_low, new.clear_low),
-                min(old.clear_high, new.clear_high),
-            )
+            low, high = min(old.low, new.low), max(old.high, new.high)
+            clear = max(old.clear_low, new.clear_low), min(old.clear_high, new.clear_high)
+            joined = BlockGroup(row, old.start, new.stop, low, high, *clear)
             blocks = joined.stop - joined.start
             keys, seen_by_all = blocks * (joined.high - joined.low), seen + last - first
             if (

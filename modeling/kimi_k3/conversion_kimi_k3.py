@@ -1,7 +1,7 @@
 """How released Kimi K3 weights map to the modules here: names, expert stacking, MXFP4, padded `A_log`."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightRenaming
 
@@ -18,7 +18,7 @@ class StackKimiK3Experts(StackExperts):
     codes_suffix = ".weight_packed"
     scale_suffix = ".weight_scale"
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         # Bytes, exact in the dtype that the loader has cast them to.
         return dequantize_fp4(codes.byte(), scale.byte().view(torch.float8_e8m0fnu), dtype)
 

@@ -7,7 +7,7 @@ import contextlib
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, LinearAttentionLayer
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_flash_linear_attention_available
@@ -30,16 +30,12 @@ RECURRENT_TOKENS = 2
 ROLLBACK_TOKENS = 64
 
 
-def kda_decay(
-    gate: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
-) -> torch.Tensor:
+def kda_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
     """
     Log-space decay of the state, per channel.
 
     Args:
-        gate: `[B, S, P]`, P = heads * head_dim, any float dtype.
-        A_log: `[heads]` fp32.
-        dt_bias: `[P]` fp32.
+        gate: `[B, S, P]`, P = heads * head_dim, any float dtype; A_log: `[heads]` fp32; dt_bias: `[P]` fp32.
         lower_bound: bound of the decay, `g = lower_bound * sigmoid(exp(A_log) * z)`; `None` for the unbounded
             `g = -exp(A_log) * softplus(z)`.
 
@@ -53,15 +49,15 @@ def kda_decay(
     return lower_bound * torch.sigmoid(rate * z)
 
 
-def l2_normalise(x: torch.Tensor) -> torch.Tensor:
+def l2_normalise(x: Tensor) -> Tensor:
     """Unit vectors over the last axis in fp32, `x / sqrt(sum(x^2) + 1e-6)`."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def kda_recurrence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """
     The delta rule token by token: `R = diag(exp(g)) S; d = beta * (v - R^T k); S = R + k d^T; o = S^T q`.
 
@@ -84,15 +80,15 @@ def kda_recurrence(
 
 
 def kda_chunked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
     chunk_size: int = CHUNK_SIZE,
     factored: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """
     The same as [`kda_recurrence`], a chunk of tokens at a time.
 
@@ -144,14 +140,9 @@ def kda_chunked(
     return outputs[:, :, :length], updates[:, :, :length], state
 
 
-def kda_rollback(k: torch.Tensor, g: torch.Tensor, updates: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """
-    State after the m tokens whose keys, decays and updates are given, from the state before them.
-
-    Args:
-        k, g, updates: `[B, heads, m, D]` fp32.
-        state: `[B, heads, D, D]` fp32.
-    """
+def kda_rollback(k: Tensor, g: Tensor, updates: Tensor, state: Tensor) -> Tensor:
+    """State after the m tokens whose keys, decays and updates, `[B, heads, m, D]` fp32, are given, from the `state`
+    before them, `[B, heads, D, D]` fp32."""
     # Summed from the end: a difference of two long sums would be less exact.
     later = nn.functional.pad(g[:, :, 1:].flip(2).cumsum(dim=2).flip(2), (0, 0, 0, 1))
     keep = g.sum(dim=2, keepdim=True).exp().transpose(-1, -2)
@@ -172,8 +163,8 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
 
     def __init__(self, **kwargs):
         super().__init__(number_of_states=1)
-        self.base_state: torch.Tensor | None = None
-        self.records: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.base_state: Tensor | None = None
+        self.records: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def is_croppable(self) -> bool:
@@ -183,7 +174,7 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
     def recorded_tokens(self) -> int:
         return 0 if self.records is None else self.records[0].shape[2]
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, kernel_size: int = 1, **kwargs):
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, kernel_size: int = 1, **kwargs):
         """New projections `[B, channels, S]`; returns them behind the `kernel_size - 1` columns they need to see."""
         history = self.conv_states[state_idx]
         if history is None:
@@ -192,8 +183,7 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
             self.conv_kernel_size[state_idx] = kernel_size
             self.is_conv_states_initialized[state_idx] = True
         self.has_previous_state[state_idx] = True
-        columns = torch.cat([history, conv_states], dim=-1)
-        length = conv_states.shape[-1]
+        columns, length = torch.cat([history, conv_states], dim=-1), conv_states.shape[-1]
         kept = kernel_size - 1
         if self.record_past:
             kept += min(self.recorded_tokens + length, ROLLBACK_TOKENS)
@@ -201,12 +191,12 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
         self.conv_states[state_idx] = columns[..., columns.shape[-1] - kept :].clone()
         return columns[..., columns.shape[-1] - length - kernel_size + 1 :]
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
         self.recurrent_states[state_idx] = recurrent_states
         self.is_recurrent_states_initialized[state_idx] = True
         return recurrent_states
 
-    def record(self, base_state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, updates: torch.Tensor) -> None:
+    def record(self, base_state: Tensor, k: Tensor, g: Tensor, updates: Tensor) -> None:
         """Remembers tokens that `crop` may have to take back: `base_state` before them, `[B, heads, n, D]` of each."""
         if self.records is None or k.shape[2] == ROLLBACK_TOKENS:  # so many leave no room for earlier ones
             self.base_state, self.records = base_state, (k, g, updates)
@@ -218,8 +208,7 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` tokens; for the errors see [`check_crop`]."""
-        at_most = f" (at most {ROLLBACK_TOKENS} are kept)"
-        check_crop(tokens_to_remove, self.record_past, self.recorded_tokens, at_most)
+        check_crop(tokens_to_remove, self.record_past, self.recorded_tokens, ROLLBACK_TOKENS)
         if self.records is None:
             return
         if tokens_to_remove:
@@ -254,11 +243,9 @@ class KimiDeltaAttention(KeepsFp32):
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
-        self.num_heads, self.head_dim = config.linear_num_heads, config.linear_head_dim
-        self.kernel_size = config.linear_conv_kernel_size
+        self.layer_idx, self.num_heads, self.head_dim = layer_idx, config.linear_num_heads, config.linear_head_dim
+        self.kernel_size, self.full_rank_gate = config.linear_conv_kernel_size, config.linear_use_full_rank_gate
         self.lower_bound = config.linear_gate_lower_bound
-        self.full_rank_gate = config.linear_use_full_rank_gate
         self.factored = self.lower_bound is not None and -self.lower_bound * CHUNK_SIZE <= MAX_EXPONENT
         hidden_size, width = config.hidden_size, self.num_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=False)
@@ -280,15 +267,9 @@ class KimiDeltaAttention(KeepsFp32):
         self.o_norm = KimiK3GatedRMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """
-        Args:
-            hidden_states: `[B, S, H]`, one document a row, padding only on the left and zero.
-            cache: its layer `layer_idx` is a [`KimiDeltaAttentionCacheLayer`].
-
-        Returns:
-            `[B, S, H]`.
-        """
+    def forward(self, hidden_states: Tensor, cache: Cache | None = None) -> Tensor:
+        """`[B, S, H]`, one document a row, padding only on the left and zero -> `[B, S, H]`. The layer `layer_idx` of
+        `cache` is a [`KimiDeltaAttentionCacheLayer`]."""
         layer = None if cache is None else cache.layers[self.layer_idx]
         dtype = hidden_states.dtype
         heads = (self.num_heads, self.head_dim)
@@ -302,7 +283,7 @@ class KimiDeltaAttention(KeepsFp32):
         gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         return self.o_proj(self.o_norm(output, gate.unflatten(-1, heads)).flatten(2))
 
-    def _convolve(self, hidden_states: torch.Tensor, layer: KimiDeltaAttentionCacheLayer | None) -> torch.Tensor:
+    def _convolve(self, hidden_states: Tensor, layer: KimiDeltaAttentionCacheLayer | None) -> Tensor:
         """`[B, S, H]` -> queries, keys, values side by side `[B, S, 3 * P]`."""
         projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         columns = projected.transpose(1, 2)
@@ -316,7 +297,7 @@ class KimiDeltaAttention(KeepsFp32):
         mixed = sum(columns[..., tap : tap + length] * weight[:, :, tap] for tap in range(self.kernel_size))
         return nn.functional.silu(mixed.float()).to(hidden_states.dtype).transpose(1, 2)
 
-    def _attend(self, q, k, v, g, beta, layer: KimiDeltaAttentionCacheLayer | None) -> torch.Tensor:
+    def _attend(self, q, k, v, g, beta, layer: KimiDeltaAttentionCacheLayer | None) -> Tensor:
         """`[B, heads, S, D]` each (`beta` `[B, heads, S]`), fp32 but for `v` -> outputs `[B, heads, S, D]`."""
         state = None if layer is None else layer.recurrent_states[0]
         if state is None:
@@ -358,7 +339,7 @@ class KimiK3GatedRMSNorm(KeepsFp32):
         self.weight = nn.Parameter(torch.ones(head_dim, dtype=torch.float32))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         normed = hidden_states.float()
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
         return (normed * self.weight.float() * torch.sigmoid(gate.float())).to(hidden_states.dtype)

@@ -1,7 +1,7 @@
 """Layers that the Kimi K3 target and its DFlash draft share: RMSNorm, SiTU MLP, the parts of gated NoPE MLA."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -52,19 +52,10 @@ class _Situ(torch.autograd.Function):
         return gate_gradient, up_gradient, None, None
 
 
-def situ(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
-    """
-    SiTU, Kimi K3's bounded gated activation:
-    `beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`.
-
-    Args:
-        gate, up: `[..., n]`.
-        beta: bound of the gate; `None` or 0 means 1.
-        linear_beta: bound of the linear half; `None` leaves it unbounded.
-
-    Returns:
-        `[..., n]` in the inputs' dtype, computed in fp32.
-    """
+def situ(gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None) -> Tensor:
+    """SiTU, Kimi K3's bounded gated activation, of `[..., n]`, in fp32:
+    `beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`. A `beta` of `None` or 0 means 1;
+    a `linear_beta` of `None` leaves the linear half unbounded."""
     return _Situ.apply(gate, up, beta or 1.0, linear_beta)
 
 
@@ -79,7 +70,7 @@ class KimiK3MLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down_proj(situ(self.gate_proj(hidden_states), self.up_proj(hidden_states), *self.betas))
 
 
@@ -94,10 +85,8 @@ class KimiK3LatentAttention(nn.Module):
 
     def __init__(self, config: KimiK3BaseConfig, layer_idx: int):
         super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_groups = 1
+        self.config, self.layer_idx = config, layer_idx
+        self.num_heads, self.num_key_value_groups = config.num_attention_heads, 1
         self.scaling = config.qk_head_dim**-0.5
         hidden_size, num_heads = config.hidden_size, config.num_attention_heads
         if config.q_lora_rank is None:
@@ -115,7 +104,7 @@ class KimiK3LatentAttention(nn.Module):
             self.g_proj = nn.Linear(hidden_size, num_heads * config.v_head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * config.v_head_dim, hidden_size, bias=False)
 
-    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def queries(self, hidden_states: Tensor) -> Tensor:
         """`[B, Q, H]` -> `[B, N, Q, qk_head_dim]`."""
         if self.config.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
@@ -123,13 +112,13 @@ class KimiK3LatentAttention(nn.Module):
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         return queries.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def latents(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, S, H]` -> cached rows: latents `[B, 1, S, kv_lora_rank]`, shared keys `[B, 1, S, qk_rope_head_dim]`."""
         sizes = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
         latents, shared_keys = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)
         return self.kv_a_layernorm(latents), shared_keys
 
-    def keys_and_values(self, latents: torch.Tensor, shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, latents: Tensor, shared_keys: Tensor) -> tuple[Tensor, Tensor]:
         """Cached rows to keys `[B, N, S, qk_head_dim]` and values `[B, N, S, v_head_dim]`."""
         sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
         expanded = self.kv_b_proj(latents.squeeze(1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -138,13 +127,13 @@ class KimiK3LatentAttention(nn.Module):
 
     def attend(
         self,
-        queries: torch.Tensor,
-        latents: torch.Tensor,
-        shared_keys: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        queries: Tensor,
+        latents: Tensor,
+        shared_keys: Tensor,
+        attention_mask: Tensor | None,
         absorbs: bool,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`[B, N, Q, qk_head_dim]` queries over cached rows, by [`attend_absorbed`] where `absorbs`: `[B, Q, N,
         v_head_dim]` and, where the implementation knows them, the weights."""
         if absorbs:
@@ -152,14 +141,14 @@ class KimiK3LatentAttention(nn.Module):
         keys, values = self.keys_and_values(latents, shared_keys)
         return self._run_attention(queries, keys, values, attention_mask, **kwargs)
 
-    def gate_and_project(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gate_and_project(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         """`[B, Q, N, v_head_dim]` and the layer's input `[B, Q, H]` -> `[B, Q, H]`."""
         output = output.flatten(2)
         if self.config.mla_use_output_gate:
             output = output * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(output)
 
-    def has_plain_weight(self, latents: torch.Tensor) -> bool:
+    def has_plain_weight(self, latents: Tensor) -> bool:
         """Whether `kv_b_proj` is one plain weight beside `latents`: neither adapted, quantised nor offloaded."""
         if type(self.kv_b_proj) is not nn.Linear:
             return False
@@ -167,24 +156,12 @@ class KimiK3LatentAttention(nn.Module):
         return type(weight) is nn.Parameter and weight.device == latents.device
 
     def attend_absorbed(
-        self,
-        queries: torch.Tensor,
-        latents: torch.Tensor,
-        shared_keys: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """
-        Attention with `kv_b_proj` on the few queries and outputs of a block: no cached row is expanded again, in each
-        forward, to the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-
-        Args:
-            queries: `[B, N, Q, qk_head_dim]`.
-            attention_mask: `[B, 1, Q, S]`, bool or additive, or `None` where every query sees every row.
-
-        Returns:
-            `[B, Q, N, v_head_dim]`.
-        """
+        self, queries: Tensor, latents: Tensor, shared_keys: Tensor, attention_mask: Tensor | None, **kwargs
+    ) -> Tensor:
+        """Attention with `kv_b_proj` on the few queries and outputs of a block: no cached row is expanded again, in
+        each forward, to the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1). The mask is
+        `[B, 1, Q, S]`, bool or additive, or `None` where every query sees every row. Returns `[B, Q, N,
+        v_head_dim]`."""
         sizes = [self.config.qk_nope_head_dim, self.config.v_head_dim]
         to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(sizes, dim=1)
         nope, shared = queries.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
@@ -199,13 +176,13 @@ class KimiK3LatentAttention(nn.Module):
 
     def _run_attention(
         self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attention_mask: Tensor | None,
         implementation: str | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`[B, n, Q, d]` queries -> `[B, Q, n, dv]` and, where the implementation knows them, the weights."""
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation or self.config._attn_implementation, eager_attention
@@ -217,14 +194,14 @@ class KimiK3LatentAttention(nn.Module):
 
 def eager_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
     **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention by its definition, softmax in fp32; `[B, N, Q, d]` queries give `[B, Q, N, dv]` and the weights."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:

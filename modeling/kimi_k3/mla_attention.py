@@ -1,6 +1,7 @@
 """Causal self-attention of the Kimi K3 text model: gated NoPE MLA."""
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ...configuration.configuration_kimi_k3 import KimiK3TextConfig
@@ -18,17 +19,11 @@ class KimiK3MLAttention(KimiK3LatentAttention):
         self.is_causal = True
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states: `[B, S, H]`, normed.
-            attention_mask: as the attention implementation takes it; `None`: causal.
-            cache: gets the S rows, and gives those before them.
-
-        Returns:
-            `[B, S, H]` and, where the implementation knows them, the weights `[B, N, S, past + S]`.
-        """
+        self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None = None, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[B, S, H]`, normed -> `[B, S, H]` and, where the implementation knows them, the weights `[B, N, S, past +
+        S]`. `attention_mask` is as the implementation takes it, `None`: causal; `cache` gets the S rows and gives
+        those before them."""
         latents, shared_keys = self.latents(hidden_states)
         if cache is not None:
             latents, shared_keys = cache.update(latents, shared_keys, self.layer_idx)
@@ -37,7 +32,7 @@ class KimiK3MLAttention(KimiK3LatentAttention):
         output, weights = self.attend(queries, latents, shared_keys, attention_mask, absorbs, **kwargs)
         return self.gate_and_project(output, hidden_states), weights
 
-    def _absorbs(self, queries: torch.Tensor, latents: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    def _absorbs(self, queries: Tensor, latents: Tensor, attention_mask: Tensor | None) -> bool:
         """Whether few queries over many rows are to be computed by [`attend_absorbed`]: where it saves enough."""
         config, (length, rows) = self.config, (queries.shape[2], latents.shape[2])
         if torch.is_grad_enabled() or config._attn_implementation != "sdpa":

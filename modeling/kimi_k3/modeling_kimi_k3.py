@@ -4,12 +4,12 @@ import copy
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations import use_experts_implementation
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import maybe_autocast, merge_with_config_defaults
@@ -25,14 +25,13 @@ from .mla_attention import KimiK3MLAttention
 
 
 def mix_attention_residuals(
-    prefix: torch.Tensor, blocks: torch.Tensor, norm_weight: torch.Tensor, score_weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+    prefix: Tensor, blocks: Tensor, norm_weight: Tensor, score_weight: Tensor, eps: float
+) -> Tensor:
     """
     Learned mixture of the residual stream and its earlier snapshots, per token (Kimi K3's attention residuals).
 
     Args:
-        prefix: `[..., H]`, the current residual stream.
-        blocks: `[..., n, H]`, the snapshots, oldest first.
+        prefix: `[..., H]`, the current residual stream; blocks: `[..., n, H]`, the snapshots, oldest first.
         norm_weight: `[H]`; score_weight: `[1, H]`.
 
     Returns:
@@ -52,14 +51,14 @@ class MixerProjection(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, hidden_size))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         return self.weight
 
 
 class MixerRMSNorm(KimiK3RMSNorm):
     """Norm of a mixer, which uses its weight `[H]` only; a call returns it."""
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         return self.weight
 
 
@@ -74,7 +73,7 @@ class KimiK3Router(KeepsFp32):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[T, H]` -> logits `[T, E]`, weights `[T, k]`, chosen experts `[T, k]`; the floats in fp32."""
         config = self.config
         with maybe_autocast(hidden_states.device.type, enabled=False):
@@ -106,12 +105,10 @@ class KimiK3Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, hidden_size, width))
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
 
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return situ(*gate_up.chunk(2, dim=-1), *self.betas)
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, M]` tokens, `[T, k]` experts and fp32 weights -> `[T, M]`."""
         output = torch.zeros_like(hidden_states, dtype=torch.float32)
         for expert in top_k_index.unique().tolist():
@@ -133,13 +130,10 @@ class KimiK3MoE(nn.Module):
         self.experts = KimiK3Experts(config)
         self.routed_expert_norm = KimiK3RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else None
         self.routed_expert_up_proj = nn.Linear(latent, hidden_size, bias=False)
-        self.shared_experts = (
-            KimiK3MLP(config, config.num_shared_experts * config.moe_intermediate_size)
-            if config.num_shared_experts
-            else None
-        )
+        shared_width = (config.num_shared_experts or 0) * config.moe_intermediate_size
+        self.shared_experts = KimiK3MLP(config, shared_width) if shared_width else None
 
-    def forward(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """`[B, S, H]` -> `[B, S, H]`; in training, `padding_mask` (`[B, S]`, True = padding) skips the experts."""
         tokens = hidden_states.flatten(0, -2)
         _, weights, experts = self.gate(tokens)
@@ -160,7 +154,7 @@ class DocumentRows:
         document_ids: `[B, S]` int; 0 = padding, 1.. = documents of a row. A 0/1 mask is the one-document case.
     """
 
-    def __init__(self, document_ids: torch.Tensor):
+    def __init__(self, document_ids: Tensor):
         documents = torch.arange(1, int(document_ids.max()) + 1, device=document_ids.device)
         valid = (document_ids[:, None] == documents[:, None]).flatten(0, 1)  # [B * documents, S]
         length = int(valid.sum(-1).max())
@@ -176,13 +170,13 @@ class DocumentRows:
         rows.valid, rows.source = self.valid.to(device), self.source.to(device)
         return rows
 
-    def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gather(self, hidden_states: Tensor) -> Tensor:
         """`[B, S, H]` -> `[documents, longest, H]`, zero at padding."""
         rows = hidden_states.new_zeros(*self.valid.shape, hidden_states.shape[-1])
         rows[self.valid] = hidden_states.flatten(0, 1)[self.source]
         return rows
 
-    def scatter(self, rows: torch.Tensor) -> torch.Tensor:
+    def scatter(self, rows: Tensor) -> Tensor:
         """The inverse of `gather`: `[B, S, H]`, zero at padding."""
         output = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[-1])
         output[self.source] = rows[self.valid]
@@ -210,22 +204,16 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        blocks: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        blocks: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         document_rows: DocumentRows | None = None,
-        padding_mask: torch.Tensor | None = None,
+        padding_mask: Tensor | None = None,
         cache: Cache | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states: `[B, S, H]`, the residual stream since the last snapshot.
-            blocks: `[B, S, n, H]`, the snapshots so far; `None` before the first or without attention residuals.
-
-        Returns:
-            The stream after this layer and the snapshots.
-        """
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream since the last snapshot `[B, S, H]`, and the snapshots so far `[B, S, n, H]` (`None`
+        before the first or without attention residuals) -> both after this layer."""
         mixed = prefix = hidden_states
         if self.mixes:
             if blocks is not None:
@@ -246,7 +234,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         mixed = self.post_attention_layernorm(mixed)
         return prefix + (self.mlp(mixed, padding_mask) if self.is_sparse else self.mlp(mixed)), blocks
 
-    def _mix(self, prefix, blocks, norm: MixerRMSNorm, proj: MixerProjection) -> torch.Tensor:
+    def _mix(self, prefix, blocks, norm: MixerRMSNorm, proj: MixerProjection) -> Tensor:
         return mix_attention_residuals(prefix, blocks, norm(), proj(), norm.eps)
 
 
@@ -320,10 +308,10 @@ class KimiK3Model(KimiK3PreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         document_ids: torch.LongTensor | None = None,
         **kwargs,
@@ -361,7 +349,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             inputs_embeds=inputs_embeds,
             attention_mask=mask_2d,
             cache=cache,
-            and_mask_function=None if document_ids is None else _same_document(document_ids),
+            and_mask_function=None if document_ids is None else packed_sequence_mask_function(document_ids),
         )
         document_rows, padding_mask = self._document_rows(document_ids, attention_mask, inputs_embeds.shape[1], cache)
 
@@ -382,8 +370,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _document_rows(
-        self, document_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int, cache: Cache | None
-    ) -> tuple[DocumentRows | None, torch.Tensor | None]:
+        self, document_ids: Tensor | None, attention_mask: Tensor | None, length: int, cache: Cache | None
+    ) -> tuple[DocumentRows | None, Tensor | None]:
         """What the recurrent layers need of the mask: nothing where every token of this forward is real."""
         if document_ids is None:
             if attention_mask is not None and attention_mask.ndim != 2:
@@ -401,13 +389,6 @@ class KimiK3Model(KimiK3PreTrainedModel):
                     "cannot skip it. Pad prompts on the left, or run them without padding."
                 )
         return DocumentRows(document_ids), document_ids == 0
-
-
-def _same_document(document_ids: torch.Tensor):
-    def same_document(batch_idx, head_idx, q_idx, kv_idx):
-        return document_ids[batch_idx, q_idx] == document_ids[batch_idx, kv_idx]
-
-    return same_document
 
 
 class KimiK3ForCausalLM(CausalLMForward, KimiK3PreTrainedModel, GenerationMixin):

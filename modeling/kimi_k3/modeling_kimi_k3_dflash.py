@@ -1,7 +1,7 @@
 """DFlash draft with a dense Kimi K3 backbone: NoPE MLA over `[context | block]` and a SiTU feed-forward."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache, DFlashCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,7 +17,7 @@ from .kimi_k3_layers import KimiK3LatentAttention, KimiK3MLP, KimiK3RMSNorm
 MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
 
 # What a layer is told about who sees what: a mask, or how many blocks are to be computed.
-Visible = torch.Tensor | BlockMask | PaddedBlockMask | VisibleKeys
+Visible = Tensor | BlockMask | PaddedBlockMask | VisibleKeys
 
 
 class KimiK3DFlashAttention(KimiK3LatentAttention):
@@ -29,11 +29,11 @@ class KimiK3DFlashAttention(KimiK3LatentAttention):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        context_hidden_states: torch.Tensor,
+        hidden_states: Tensor,
+        context_hidden_states: Tensor,
         attention_mask: Visible | None = None,
         cache: Cache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`[B, Q, H]` normed block rows and `[B, A, H]` rows of the new context; returns `[B, Q, H]`. `attention_mask`
         is one of [`~DraftPreTrainedModel.layer_masks`], or `None` where every query sees every key."""
         queries = self.queries(hidden_states)
@@ -47,8 +47,8 @@ class KimiK3DFlashAttention(KimiK3LatentAttention):
         return self.gate_and_project(output, hidden_states)
 
     def _run_attention(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: Visible | None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, queries: Tensor, keys: Tensor, values: Tensor, attention_mask: Visible | None, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
         if isinstance(attention_mask, VisibleKeys):
             return attend_visible(queries, keys, values, attention_mask, self.scaling), None
         if isinstance(attention_mask, PaddedBlockMask):
@@ -74,11 +74,11 @@ class KimiK3DFlashDecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        context_hidden_states: torch.Tensor,
+        hidden_states: Tensor,
+        context_hidden_states: Tensor,
         attention_mask: Visible | None = None,
         cache: Cache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """
         Args:
             hidden_states: `[B, Q, H]`, the block's residual stream.
@@ -117,14 +117,14 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
     @draft_arguments
     def forward(
         self,
-        noise_embeds: torch.Tensor,
-        context_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | BlockMask | None = None,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        attention_mask: Tensor | BlockMask | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
         anchor_positions: torch.LongTensor | None = None,
-        block_keep_mask: torch.Tensor | None = None,
+        block_keep_mask: Tensor | None = None,
         document_ids: torch.LongTensor | None = None,
         block_plan: BlockPlan | None = None,
     ) -> BaseModelOutputWithPast:
@@ -207,13 +207,13 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
             )
 
     def _read_mask(
-        self, attention_mask: torch.Tensor | BlockMask | None, noise_embeds: torch.Tensor, key_length: int
-    ) -> dict[int | None, torch.Tensor | BlockMask | None]:
+        self, attention_mask: Tensor | BlockMask | None, noise_embeds: Tensor, key_length: int
+    ) -> dict[int | None, Tensor | BlockMask | None]:
         """By window of a layer: `[B, 1, Q, key_length]`, a `BlockMask`, or `None` where all is visible."""
         config, query_length = self.config, noise_embeds.shape[1]
         windows = dict.fromkeys(config.context_windows)
-        is_padding_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-        if isinstance(attention_mask, torch.Tensor):
+        is_padding_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        if isinstance(attention_mask, Tensor):
             covered = (query_length, attention_mask.shape[1]) if is_padding_mask else tuple(attention_mask.shape[-2:])
             if covered != (query_length, key_length):
                 raise ValueError(

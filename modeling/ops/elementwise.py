@@ -6,14 +6,14 @@ the whole step to a few rows while they are in its cache. The numbers are those 
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # How many numbers of a tensor a CPU works on at a time: a megabyte in fp32, shared by its cores.
 CHUNK_SIZE = 2**18
 
 
-def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Slices of `[rows, ...]` tensors, the first of which decides how many rows; all rows at once but on CPUs."""
     first = tensors[0]
     if first.device.type != "cpu":
@@ -22,12 +22,12 @@ def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
-def wide_dtype(x: torch.Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype to compute in: fp32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def last_axis_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def last_axis_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """`[..., n]` tensors, as rows; those that are written to have to be contiguous."""
     return row_chunks(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors))
 
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         return x_gradient, weight_gradient.to(weight.dtype), None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, cast_first: bool) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, cast_first: bool) -> Tensor:
     """
     Root mean square norm over the last axis, in fp32.
 
@@ -86,7 +86,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.eps, self.cast_first)
 
     def extra_repr(self) -> str:

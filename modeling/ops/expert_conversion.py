@@ -1,6 +1,7 @@
 """Files with one tensor for each expert: loading them into stacked parameters, and saving those."""
 
 import torch
+from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 
@@ -18,7 +19,7 @@ class StackExperts(ConversionOps):
     def __init__(self, *projections: str):
         self.projections = projections
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """One expert's FP4 weight `[out, in]`. The loader has cast both parts to the parameter's dtype."""
         raise NotImplementedError
 
@@ -43,7 +44,7 @@ class StackExperts(ConversionOps):
                 part[expert].copy_(weight)
         return {target_patterns[0]: stacked}
 
-    def parts(self, stacked: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, stacked: Tensor) -> list[Tensor]:
         """Views `[experts, out, in]` of a parameter, one for each projection."""
         parts = stacked.chunk(len(self.projections), dim=2 if self.transposed else 1)
         return [part.transpose(1, 2) for part in parts] if self.transposed else list(parts)

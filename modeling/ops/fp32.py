@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.generic import maybe_autocast
 
 
@@ -15,7 +15,7 @@ class KeepsFp32(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True):
         kept = [getattr(self, name) for name in self.fp32_names]
 
-        def apply(tensor: torch.Tensor) -> torch.Tensor:
+        def apply(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
             if applied.dtype != torch.float32 and any(tensor is one for one in kept):
                 return tensor.to(applied.device)
@@ -31,7 +31,7 @@ class Fp32Weight(KeepsFp32):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         return self.weight
 
 
@@ -41,7 +41,7 @@ class Fp32Linear(KeepsFp32, nn.Linear):
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False, dtype=torch.float32)
 
-    def forward(self, hidden_states: torch.Tensor, in_fp32: bool = True) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, in_fp32: bool = True) -> Tensor:
         """In fp32, or with the weight rounded to the dtype of `hidden_states`."""
         if not in_fp32:
             return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))

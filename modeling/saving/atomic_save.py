@@ -9,13 +9,11 @@ from pathlib import Path
 
 @contextmanager
 def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
-    """
-    Yields an empty directory to write files into; on leaving it they are synced to disk and renamed into `directory`,
-    which is made if absent and keeps its files of other names.
+    """Yields an empty directory to write files into; on leaving it they are synced to disk and renamed into
+    `directory`, which is made if absent and keeps its files of other names.
 
     A crash leaves each file of `directory` as it was or as it is to be, never half written. `config.json` comes last,
-    so a new directory that has it is complete. On an exception nothing is moved.
-    """
+    so a new directory that has it is complete. On an exception nothing is moved."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     # Inside `directory`, because a rename is atomic within one file system only.

@@ -8,13 +8,9 @@ from transformers.utils import can_return_tuple
 
 
 class CausalLMForward:
-    """
-    For a `PreTrainedModel` that holds a backbone `model` and a head `lm_head`.
+    """For a `PreTrainedModel` that holds a backbone `model` and a head `lm_head`."""
 
-    Attributes:
-        cache_implementations: `generate`'s kinds of cache that can hold the layers' own caches.
-    """
-
+    # Those of `generate` that can hold the layers' own caches.
     cache_implementations: tuple[str | None, ...] = (None, "dynamic")
 
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):

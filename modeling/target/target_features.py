@@ -19,11 +19,7 @@ from ...configuration.configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUT
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of any transformers causal LM, also of a multimodal one: the outermost `nn.ModuleList` of its
-    text decoder whose length is `num_hidden_layers`.
-
-    Raises:
-        ValueError: if there is no such list, or more than one at the same depth.
-    """
+    text decoder whose length is `num_hidden_layers`. Raises a `ValueError` if there is none, or more than one."""
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     # Some classes call their LM head `decoder`, which `get_decoder` then returns.
     for decoder in (target.get_decoder(), target.base_model):
@@ -51,8 +47,7 @@ class FeatureCapture:
     """What the hooks of [`capture_features`] saw in the calling thread's last target forward."""
 
     def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int], stop_after_last: bool):
-        self._target = target
-        self._layer_ids = list(layer_ids)
+        self._target, self._layer_ids = target, list(layer_ids)
         self._stop_after = max(layer_ids) if stop_after_last else None
         self._thread = threading.get_ident()
         # All layers' states side by side, as they come: held once, not once more while they are concatenated.

@@ -34,13 +34,8 @@ def transform_faults(target: PreTrainedModel, config: DraftConfig) -> list[str]:
 
 
 def check_head(target: PreTrainedModel, draft: PreTrainedModel, device: torch.device) -> None:
-    """
-    Tries the target's head on one state.
-
-    Raises:
-        ValueError: if no gradient passes through it, as with some quantisers' inference kernels: the draft would learn
-            nothing from its tokens, and no loss would show it.
-    """
+    """Tries the target's head on one state. Raises a `ValueError` if no gradient passes through it, as with some
+    quantisers' inference kernels: the draft would learn nothing from its tokens, and no loss would show it."""
     head = target.get_output_embeddings()
     state = torch.zeros(1, draft.config.hidden_size, device=device, requires_grad=True)
     with torch.enable_grad():  # whatever the caller has switched off

@@ -229,7 +229,8 @@ class Holder(PreTrainedModel):
         if isinstance(module, EngramHash):
             module.init_buffers()
         elif isinstance(module, EngramLayer):
-            module.reset_parameters()
+            nn.init.ones_(module.q_weight)
+            nn.init.ones_(module.k_weight)
         else:
             super()._init_weights(module)
 
