@@ -11,7 +11,5 @@ def check_crop(tokens_to_remove: int, record_past: bool, recorded: int, limit: i
         raise RuntimeError("`crop` needs `cache.activate_past_recording()` before the tokens it takes back.")
     if recorded + tokens_to_remove < 0:
         kept = "" if limit is None else f" (at most {limit} are kept)"
-        raise RuntimeError(
-            f"`crop({tokens_to_remove})` takes back more than the {recorded} tokens recorded since the last
-            `crop`{kept}."
-        )
+        more = f"`crop({tokens_to_remove})` takes back more than the {recorded} tokens recorded since the last `crop`"
+        raise RuntimeError(f"{more}{kept}.")
