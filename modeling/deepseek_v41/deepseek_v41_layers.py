@@ -81,8 +81,7 @@ class HyperConnectionMix(NamedTuple):
 
 class DeepseekV41HyperConnection(KeepsFp32):
     """Coefficients of a sublayer from the residual streams: manifold-constrained hyper-connections (arXiv 2512.24880),
-    all in one pass; the mixing matrix is made doubly stochastic by Sinkhorn iterations. Parameters and maths are
-    fp32."""
+    in one pass; the mixing matrix is made doubly stochastic by Sinkhorn iterations. Parameters and maths are fp32."""
 
     fp32_names = ("fn", "base", "scale")
 

@@ -36,10 +36,10 @@ FP32_TENSORS = re.compile(
 FP8_WEIGHTS = re.compile(r".*\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|ffn\.shared_experts\.w[123]|main_proj)\.weight")
 FP4_WEIGHTS = re.compile(r".*\.ffn\.experts\.\d+\.w[123]\.weight")
 EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.weight")
-# Settings of a V4.1 layer that engines read in the target's configuration for the draft's stages as well: all but
-# those of training and of special tokens, and what the draft has of its own.
-NOT_SHARED = {"max_position_embeddings", "initializer_range", "attention_dropout", "use_cache"}
-NOT_SHARED |= {"num_hidden_layers", "n_routed_experts", "num_experts_per_tok"}
+# Engines read a V4.1 layer's settings in the target's configuration for the draft's stages as well, but for what the
+# draft has of its own, and for settings of training, of caching and of special tokens.
+NOT_SHARED = {"num_hidden_layers", "n_routed_experts", "num_experts_per_tok"}
+NOT_SHARED |= {"max_position_embeddings", "initializer_range", "attention_dropout", "use_cache"}
 NOT_SHARED |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 SHARED_SETTINGS = [name for name in DeepseekV41BaseConfig.__annotations__ if name not in NOT_SHARED]
 

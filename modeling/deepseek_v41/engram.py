@@ -233,8 +233,7 @@ class EngramLayer(nn.Module):
 
     def forward(self, streams: Tensor, rows: Tensor, mask: Tensor | None = None) -> Tensor:
         """Streams `[B, S, s, H]`, `rows` `[B, S, (N - 1) * heads]`, this layer's part of what `EngramHash` returns,
-        and `mask` `[B, S]`, true for text tokens -> streams, of all other tokens as they were. Gate and sum are
-        fp32."""
+        and `mask` `[B, S]`, true for text -> streams, as they were where it is false. Gate and sum are fp32."""
         num_streams, hidden_size = self.q_weight.shape
         key, value = self.wkv(self.embed(rows).flatten(-2)).split([num_streams * hidden_size, hidden_size], dim=-1)
         with maybe_autocast(streams.device.type, enabled=False):

@@ -57,9 +57,8 @@ class DeepseekV41DecoderLayer(GradientCheckpointingLayer):
         engram_rows: Tensor | None = None,
         cache_layer: DeepseekV41CacheLayer | None = None,
     ) -> tuple[Tensor, Tensor, CompressedState | None]:
-        """Streams `[B, S, s, H]`, the weights `[B, S, s]` fp32 with which the attention reads them, the state that the
-        layers below hand on, and `[B, S, engram layers, tables]` rows -> streams, the next sublayer's weights,
-        state."""
+        """Streams `[B, S, s, H]`, the weights `[B, S, s]` fp32 with which the attention reads them, the state of the
+        layers below and `[B, S, engram layers, tables]` rows -> streams, weights for the next sublayer, state."""
         valid = plan.new_valid
         if self.engram is not None:
             streams = self.engram(streams, engram_rows[:, :, self.engram_index], valid)
@@ -84,9 +83,10 @@ class DeepseekV41PreTrainedModel(DeepseekV41ModelMixin, PreTrainedModel):
         "router_logits": OutputRecorder(DeepseekV41Router, index=0),
         "hidden_states": DeepseekV41DecoderLayer,  # the streams, `[B, S, s, H]`
     }
-    _keep_in_fp32_modules_strict = [
-        *DeepseekV41ModelMixin._keep_in_fp32_modules_strict,
-        *("compressor.wkv", "compressor.wgate", "lm_head"),
+    _keep_in_fp32_modules_strict = DeepseekV41ModelMixin._keep_in_fp32_modules_strict + [
+        "compressor.wkv",
+        "compressor.wgate",
+        "lm_head",
     ]
     _keys_to_ignore_on_load_unexpected = [r"^mtp\.", r"^vision\.", r"^aligner\.", r"^image_(start|end|newline)"]
 

@@ -122,8 +122,7 @@ def _group_blocks(
     row: int, bounds: list[list[int]], block_queries: int, block_readers: int, limits: GroupLimits
 ) -> list[BlockGroup]:
     """The groups of a row, of whose blocks `bounds` are the least and the greatest first row that a slot sees, and the
-    end of what they see. A block has `block_queries` queries in all heads, of which `block_readers` read the same
-    key."""
+    end of what they see. A block has `block_queries` queries in all heads; `block_readers` of them share a key."""
     groups, seen = [], 0
     for index, (first, latest_first, last) in enumerate(bounds):
         new = BlockGroup(row, index, index + 1, first, last, latest_first, last)

@@ -374,6 +374,8 @@ def test_features_of_other_layers_are_refused():
     inputs["context_hidden_states"] = inputs["context_hidden_states"][..., :32]
     with pytest.raises(ValueError, match="target_layer_ids"):
         draft(**inputs)
+    with pytest.raises(ValueError, match="`noise_embeds` is 31 wide"):
+        draft(torch.randn(1, 4, 31), draft_inputs(draft)["context_hidden_states"])
 
 
 @pytest.fixture(scope="module")
