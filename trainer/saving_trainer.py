@@ -67,22 +67,15 @@ class SavingTrainer(Trainer):
         return model if isinstance(model, PeftModel) else None
 
     def record_decoding(self, headlines: dict[str, dict]) -> None:
-        """Keeps what decoding with the present weights gave, for the card that is saved with them.
-
-        Args:
-            headlines: [`~blockdraft.trainer.evaluation.decoding_report.DecodingReport.headline`] by data set.
-        """
+        """Keeps what decoding with the present weights gave, the [`DecodingReport.headline`] of each data set by name,
+        for the card that is saved with them."""
         self._decoded = (self._state_of_weights().global_step, headlines)
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """
-        The base class's; waits at its end for what is on its way to the Hub.
-
-        Raises:
-            ValueError: if the checkpoint is that of another draft or adapter.
-        """
+        """The base class's; waits at its end for what is on its way to the Hub. Raises a `ValueError` for the checkpoint
+        of another draft or adapter."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # an error of the base class
         if resume_from_checkpoint and resume_from_checkpoint is not True:
@@ -93,12 +86,7 @@ class SavingTrainer(Trainer):
         return output
 
     def load_checkpoint(self, checkpoint: str | os.PathLike) -> None:
-        """
-        Loads the weights of a checkpoint of this draft or adapter.
-
-        Raises:
-            ValueError: if it is that of another one.
-        """
+        """Loads the weights of a checkpoint of this draft or adapter; a `ValueError` for that of another one."""
         check_resumable(self.adapter or self.draft, checkpoint)
         self._load_from_checkpoint(str(checkpoint))
 

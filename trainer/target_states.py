@@ -19,10 +19,9 @@ class _HeadReached(BaseException):
 
 class TargetStates:
     """
-    Reads the states of a frozen target: one forward a batch, which ends where nothing more is read.
+    Reads the states of a frozen causal LM: one forward a batch, which ends where nothing more is read.
 
     Args:
-        target: the frozen causal LM.
         config ([`DraftConfig`]): its `target_layer_ids` and `capture_point` say what the draft reads.
         device: where the states are wanted.
     """
@@ -35,15 +34,12 @@ class TargetStates:
     @torch.no_grad()
     def read(self, inputs: dict[str, Tensor], head_input: bool = False) -> tuple[Tensor, ...]:
         """
-        Runs the target on a batch.
-
-        Args:
-            inputs: `input_ids` and `attention_mask`, or `document_ids` in its place for packed rows, all `[B, S]`.
-            head_input (`bool`): also return what the target's LM head reads.
+        Runs the target on a batch of `input_ids` and `attention_mask`, or `document_ids` in its place for packed rows,
+        all `[B, S]`.
 
         Returns:
-            The draft's features `[B, S, F * hidden_size]`, F = `len(target_layer_ids)`, and with `head_input` the
-            states `[B, S, hidden_size]`, in the target's dtype.
+            The draft's features `[B, S, F * hidden_size]`, F = `len(target_layer_ids)`, and with `head_input` what the
+            target's LM head reads, `[B, S, hidden_size]`, in the target's dtype.
 
         Raises:
             ValueError: if the rows are packed and the target mixes their documents (tried on the first that come), or
@@ -85,7 +81,6 @@ class TargetStates:
         return features, read[0].to(self._device)
 
     def _target_inputs(self, inputs: dict[str, Tensor]) -> dict:
-        """Arguments of the target's forward."""
         if "document_ids" not in inputs:
             context = {"attention_mask": inputs["attention_mask"]}
         elif "document_ids" in self._accepts:

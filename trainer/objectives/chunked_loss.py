@@ -73,16 +73,14 @@ def sum_over_slots(
     # Without a supervised slot there is one empty chunk: a zero that still reaches the draft's parameters, so that no
     # rank of a data-parallel run waits for the gradients of another.
     total, kept = run(slot_loss, index.split(chunk_size), inputs)
-    slots = []
-    for values in (torch.cat(chunks) for chunks in zip(*kept, strict=True)):
-        slots.append(values.new_zeros(shape.numel()).index_put_((index,), values).view(shape))
-    return total, *slots
+    joined = map(torch.cat, zip(*kept, strict=True))
+    return total, *(values.new_zeros(shape.numel()).index_put_((index,), values).view(shape) for values in joined)
 
 
 def _fused(
     slot_loss: Callable[..., SlotLoss], chunks: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
-    """The sum with the gradient that its chunks had, and what they keep."""
+    """The sum, with the gradient that its chunks had, and what they keep."""
     losses, kept = [], []
     input_gradients: dict[int, Tensor] = {}
     head_gradients: dict[Tensor, Tensor] = {}

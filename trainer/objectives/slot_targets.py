@@ -31,16 +31,9 @@ class SlotTargets(NamedTuple):
 def slot_targets(
     token_ids: Tensor, mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None
 ) -> SlotTargets:
-    """Weighs the labels of a batch and finds those that count. On the CPU: other devices are waited for.
-
-    Args:
-        token_ids (`[B, N, block_size]` int64), mask (`[B, N, block_size]` float32): labels and their loss mask, of
-            [`~blockdraft.modeling.draft.block_targets.build_block_targets`] or `build_dspark_targets`.
-        prefix_lengths, gamma: as in [`slot_weights`].
-
-    Raises:
-        ValueError: `gamma` not above 0.
-    """
+    """Weighs the labels of a batch, `token_ids` and their loss mask of
+    [`~blockdraft.modeling.draft.block_targets.build_block_targets`] or `build_dspark_targets`, and finds those that
+    count. On the CPU: other devices are waited for. The other arguments are those of [`slot_weights`]."""
     supervised = supervised_slots(mask, prefix_lengths)
     weights = slot_weights(mask, prefix_lengths, gamma)
     return SlotTargets(token_ids, supervised, weights, supervised.flatten().nonzero().flatten())
@@ -53,10 +46,8 @@ def supervised_slots(mask: Tensor, prefix_lengths: Tensor | int = 1) -> Tensor:
 
 
 def slot_weights(mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None) -> Tensor:
-    """Loss weights: `exp(-(j - prefix) / gamma)` on the supervised slots (DFlash, arXiv 2602.06036).
-
-    Late slots only count where the early ones were right, hence the decay. Known before any forward pass, so that a
-    trainer can sum the weights of an accumulation window first.
+    """Loss weights: `exp(-(j - prefix) / gamma)` on the supervised slots (DFlash, arXiv 2602.06036). Late slots only
+    count where the early ones were right, hence the decay.
 
     Args:
         mask (`[B, N, block_size]` float32): loss mask of the labels.
