@@ -74,8 +74,8 @@ class SavingTrainer(Trainer):
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """The base class's; waits at its end for what is on its way to the Hub. Raises a `ValueError` for the checkpoint
-        of another draft or adapter."""
+        """The base class's; waits at its end for what is on its way to the Hub. Raises a `ValueError` for the
+        checkpoint of another draft or adapter."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # an error of the base class
         if resume_from_checkpoint and resume_from_checkpoint is not True:

@@ -9,11 +9,8 @@ BINS, INTERVAL = 15, 0.95  # of a calibration error; level of its bootstrap inte
 
 @dataclass
 class ReliabilityBins:
-    """One slot's test rounds by survival, in equal bins of [0, 1]; empty bins are NaN.
-
-    Attributes:
-        rounds: number in each bin; `confidence`: their mean survival; `accepted`: the share that was accepted.
-    """
+    """One slot's test rounds by survival, in equal bins of [0, 1]: their number, mean survival and the share that was
+    accepted; empty bins are NaN."""
 
     rounds: list[int]
     confidence: list[float]

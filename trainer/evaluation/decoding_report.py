@@ -6,12 +6,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from .looping import is_looping
-
 MAX_TIE_SHARE = 0.01
 OFF = "off"  # the confidence schedule that verifies every drafted token
 GREEDY = "greedy"
 HEADLINE = ("tau", "tau_without_loops", "looping_share", "speedup")
+
+
+def is_looping(token_ids: Sequence[int], n: int = 4, times: int = 4) -> bool:
+    """Whether an answer loops: the same `n` tokens come `times` times in a row, without a gap, anywhere in it.
+
+    Shorter periods that divide `n` (a single token repeated 16 times) are found as well. A looping answer is easy to
+    draft, so acceptance lengths are reported without such answers, too. Raises a `ValueError` for impossible numbers.
+    """
+    if n < 1 or times < 2:
+        raise ValueError(f"n must be at least 1 and times at least 2, got n={n} and times={times}.")
+    run = 0
+    for i in range(n, len(token_ids)):
+        run = run + 1 if token_ids[i] == token_ids[i - n] else 0
+        if run == n * (times - 1):
+            return True
+    return False
 
 
 @dataclass
@@ -131,8 +145,8 @@ class DecodingReport:
     @property
     def round_seconds(self) -> dict[str, float]:
         """Mean time of a round's parts: `target` (verification), `draft`, `rest`."""
-        rounds = len(self.accepted_lengths)
-        return {part: _ratio(self._seconds(part), rounds) for part in ("target", "draft", "rest")}
+        rounds, parts = len(self.accepted_lengths), ("target", "draft", "rest")
+        return {part: _ratio(sum(answer.seconds[part] for answer in self.answers), rounds) for part in parts}
 
     @property
     def plain_step_seconds(self) -> float:
@@ -156,9 +170,6 @@ class DecodingReport:
     @property
     def _total_tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self.answers)
-
-    def _seconds(self, part: str) -> float:
-        return sum(answer.seconds[part] for answer in self.answers)
 
     @property
     def protocol(self) -> dict[str, str | int]:

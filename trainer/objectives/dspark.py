@@ -51,8 +51,8 @@ class SlotPredictions(NamedTuple):
 
 @dataclass
 class DSparkLoss(BlockLoss):
-    """[`BlockLoss`] with the weighted sum of the three terms as `loss_sum`, and more sums. Those from `slot_compared` on
-    compare distributions; they are 0 where there is no teacher, the confidence ones also without a confidence head.
+    """[`BlockLoss`] with the weighted sum of the three terms as `loss_sum`, and more sums. Those from `slot_compared`
+    on compare distributions; they are 0 where there is no teacher, the confidence ones also without a confidence head.
 
     Attributes:
         ce_sum, l1_sum, confidence_sum (`[]`): the terms without their alphas, to be divided by `weight`.
