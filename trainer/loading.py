@@ -40,12 +40,8 @@ def load_draft(
     name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedModel:
     """A saved draft, or a base draft with a saved adapter merged into it, in evaluation mode, on a GPU where there is
-    one. `revision` is a commit, branch or tag of the repository that holds the draft or the adapter.
-
-    Raises:
-        ValueError: if a local path does not exist, or its configuration is not a draft's.
-        OSError: if the Hub does not have it.
-    """
+    one. `revision` is a commit, branch or tag of the repository that holds the draft or the adapter. Raises a
+    `ValueError` for a local path that does not exist, an `OSError` for what the Hub does not have."""
     check_draft(name, revision)
     load = load_merged if is_adapter(name, revision) else AutoModel.from_pretrained
     draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision)

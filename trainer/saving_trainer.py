@@ -39,12 +39,9 @@ UNFINISHED_CHECKPOINTS = "unfinished"
 class SavingTrainer(Trainer):
     """
     [`~transformers.Trainer`] of a draft, or of an adapter of one. What it saves is whole: weights, a configuration
-    that says how they were trained, code, tokenizer and a card, and no pickled arguments. A checkpoint has its name
-    only when it is complete. Pushes run in the background, and none that fails ends a training.
-
-    Args:
-        answers (`str`, *optional*): whose answers the rows hold, for the configuration and the card.
-        args, kwargs: those of [`~transformers.Trainer`].
+    that says how they were trained (`answers`: whose answers the rows hold), code, tokenizer and a card, and no
+    pickled arguments. A checkpoint has its name only when it is complete. Pushes run in the background, and none that
+    fails ends a training.
     """
 
     publisher: CheckpointPublisher | None = None  # with `push_to_hub`, on the main process
@@ -191,13 +188,8 @@ class SavingTrainer(Trainer):
     # ---- the Hub ------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        Makes the repository `args.hub_model_id`, or one named as `args.output_dir`, if there is none.
-
-        Raises:
-            PublishError: if the Hub refuses. A Hub that does not answer is warned about: the first push tries again.
-            ValueError: if an adapter is trained whose base is not on the Hub, or is in that repository.
-        """
+        """Makes the repository `args.hub_model_id`, or one named as `args.output_dir`, if there is none. Raises a
+        `PublishError` if the Hub refuses; one that does not answer is warned about, as the first push tries again."""
         repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         if self.adapter is not None:
             check_publishable(self.adapter, repo_id)

@@ -68,15 +68,9 @@ def say(text: str) -> None:
 
 
 def log_line(logs: dict[str, float], step: int, max_steps: int) -> str:
-    """
-    One line for what [`~transformers.Trainer`] logs at a time.
-
-    Args:
-        logs: figures of a training window, of an evaluation (behind its prefix, `eval_` or that of a data set), of the
-            whole training at its end, or others, which are then all shown.
-        step: optimizer steps taken.
-        max_steps: those of the whole run; 0 outside of training.
-    """
+    """One line for what [`~transformers.Trainer`] logs at a time: figures of a training window, of an evaluation
+    (behind its prefix, `eval_` or that of a data set), of the whole training at its end, or others, which are then all
+    shown. `max_steps` is 0 outside of training."""
     parts = [f"step {step}/{max_steps}" if max_steps else f"step {step}"]
     mark = next((name for name in logs if name.endswith(MARK)), None)
     if mark is not None:

@@ -197,12 +197,11 @@ def label_rounds(
     Args:
         confidence_logits: for each round, one for each token it drafted; a round near the limit drafts fewer.
         accepted_lengths: tokens that each round committed, the bonus included, the prefill's token excluded.
-        answer_length: tokens of the answer, the prefill's included.
-        drafted: slots of a whole block.
+        answer_length, drafted: tokens of the answer, the prefill's included; slots of a whole block.
 
     Returns:
-        `logits` `[rounds, drafted]` float64, `accepted` and `labelled` `[rounds, drafted]` bool. A slot has a label
-        if it drafted a token for a position before the answer's last token.
+        `logits` float64, `accepted` and `labelled` bool, `[rounds, drafted]`. A slot has a label if it drafted a token
+        for a position before the answer's last token.
     """
     shape = (len(accepted_lengths), drafted)
     logits, labelled = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
@@ -227,15 +226,9 @@ def decode_rounds(
     description: str = "Decoding",
     disable_tqdm: bool | None = None,
 ) -> tuple[DecodedRounds, int]:
-    """Decodes prompts, one by one, until there are `rounds` labelled rounds or no prompts left. The draft's
-    temperatures are not applied and nothing is cut.
-
-    Returns:
-        The rounds, and how many prompts they took.
-
-    Raises:
-        ValueError: if not a single round has a label.
-    """
+    """Decodes prompts, one by one, until there are `rounds` labelled rounds or no prompts left; returns the rounds and
+    how many prompts they took. The draft's temperatures are not applied and nothing is cut. Raises a `ValueError` if
+    not a single round has a label."""
     config = answer_settings(target, generation_config, max_new_tokens)
     decode = partial(target.generate, custom_generate=block_decode, draft=draft)
     parts, found = [], 0

@@ -35,15 +35,9 @@ GENERATE, PLAIN_LOOP = "generate()", "plain loop"
 
 
 def held_out_prompts(dataset, n: int) -> list[list[int]]:
-    """Prompts of `n` rows, spread evenly over a training set that has a length; of all rows if there are fewer.
-
-    Returns:
-        Token ids before the last supervised run of each row, within its document. Rows whose document starts with the
-        answer are left out and counted in a warning.
-
-    Raises:
-        ValueError: if no row has a prompt.
-    """
+    """Prompts of `n` rows, spread evenly over a training set that has a length; of all rows if there are fewer: the
+    token ids before the last supervised run of each row, within its document. Rows whose document starts with the
+    answer are left out and counted in a warning. Raises a `ValueError` if no row has a prompt."""
     count = len(dataset)
     rows = [dataset[i] for i in (range(count) if count <= n else (i * count // n for i in range(n)))]
     prompts = [prompt for row in rows if (prompt := _prompt(row))]

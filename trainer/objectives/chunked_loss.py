@@ -52,16 +52,12 @@ def sum_over_slots(
     chunk_size: int,
     recompute: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Sums a loss over the supervised slots, `chunk_size` of them at a time.
-
-    The sum has a gradient, once, for `inputs` and for every leaf that `slot_loss` reads beside them, such as a trained
-    head's parameters or an adapter's.
+    """Sums a loss over the supervised slots of `targets`, `chunk_size` of them at a time. The sum has a gradient,
+    once, for `inputs` and for every leaf that `slot_loss` reads beside them, such as a trained head's parameters.
 
     Args:
         slot_loss: maps n slots of `inputs` to their loss.
-        targets ([`SlotTargets`]): which slots are supervised.
         inputs: tensors `[B * N * block_size, ...]`.
-        chunk_size (`int`): most slots at once.
         recompute (`bool`): run each chunk again in the backward pass instead. For parameters that are whole only while
             their module runs, as FSDP and ZeRO-3 have them.
 
