@@ -32,16 +32,11 @@ def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:
     A draft with a new adapter, whose weights alone get gradients; in half precision they are fp32.
 
     Args:
-        draft ([`DraftPreTrainedModel`]):
-            The base, as it was loaded from a directory or the Hub. It is changed in place.
-        peft_config ([`~peft.LoraConfig`]):
-            `use_dora=True` makes a DoRA. By default every linear layer is adapted. Routed experts are not linear
-            layers: name them in `target_parameters` (`"experts.gate_up_proj"`, `"experts.down_proj"`), or they are not
-            trained. Norms and heads are trained by `modules_to_save`. `revision` names what a base from the Hub was
-            loaded at, unless that is the default branch.
-
-    Returns:
-        The `PeftModel` around the draft.
+        draft ([`DraftPreTrainedModel`]): the base, as it was loaded from a directory or the Hub; changed in place.
+        peft_config ([`~peft.LoraConfig`]): `use_dora=True` makes a DoRA. By default every linear layer is adapted.
+            Routed experts are not linear layers: name them in `target_parameters` (`"experts.gate_up_proj"`,
+            `"experts.down_proj"`), or they are not trained. Norms and heads are trained by `modules_to_save`.
+            `revision` names what a base from the Hub was loaded at, unless that is the default branch.
 
     Raises:
         ValueError: if the settings are not LoRA's, name another task or a module that the draft does not have, or if

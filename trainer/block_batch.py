@@ -101,6 +101,12 @@ def build_block_batch(
         known = placed.get("prefix_lengths", 1)
         labels = build_block_targets(ids, mask, *anchors, size, document_remaining=remaining)
         targets, previous = slot_targets(labels.token_ids, labels.mask, known, gamma), None
+    position_ids = None
+    if documents is not None:
+        # They start again in each document even where only distances count: a draft may round its rotated keys.
+        positions = document_positions(documents)
+        slots = positions.gather(1, anchors[0])[..., None] + torch.arange(size)
+        position_ids = torch.cat([positions, slots.flatten(1)], dim=1)
     without_block = (~anchors[1].any(-1)).sum()
     masks_in_answers = ((ids == config.mask_token_id) & mask.bool()).sum()
     return BlockBatch(
@@ -110,7 +116,7 @@ def build_block_batch(
         plan=draft.plan_blocks(*anchors, ids.shape[1], documents, device),
         row_counts=torch.stack([torch.tensor(len(ids)), without_block, masks_in_answers]),
         previous_token_ids=previous,
-        position_ids=None if documents is None else _positions_in_documents(documents, anchors[0], size),
+        position_ids=position_ids,
     )
 
 
@@ -148,14 +154,6 @@ def _row_ids(rows: dict[str, Tensor]) -> list[int]:
             "The batch has no `row_id`, by which anchors are drawn: give every row of the dataset a stable id."
         )
     return rows["row_id"].tolist()
-
-
-def _positions_in_documents(document_ids: Tensor, anchor_positions: Tensor, block_size: int) -> Tensor:
-    """`[B, S + N * block_size]`. They start again in each document even where only distances count: a draft may round
-    its keys after their rotation."""
-    positions = document_positions(document_ids)
-    blocks = positions.gather(1, anchor_positions)[..., None] + torch.arange(block_size)
-    return torch.cat([positions, blocks.flatten(1)], dim=1)
 
 
 class Documents:

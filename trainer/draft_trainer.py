@@ -243,17 +243,13 @@ class DraftTrainer(SavingTrainer):
         gives the features that the draft reads; one forward of the draft predicts all blocks.
 
         Args:
-            model (`nn.Module`):
-                The draft, as it is wrapped for training or not.
-            inputs (`dict`):
-                A batch, see the class, on the draft's device. Blocks that are not placed yet (`blocks`, a
+            model (`nn.Module`): the draft, as it is wrapped for training or not.
+            inputs (`dict`): a batch, see the class, on the draft's device. Blocks that are not placed yet (`blocks`, a
                 [`BlockBatch`]) are placed: where they belong at this global step in training, where every evaluation
                 has them in evaluation mode.
-            return_outputs (`bool`):
-                Return the sums of the batch too.
-            num_items_in_batch (`[]` float32, *optional*):
-                Weight of the window on all ranks, of [`~DraftTrainer.get_batch_samples`]. Default: the weight of this
-                batch alone.
+            return_outputs (`bool`): return the sums of the batch too.
+            num_items_in_batch (`[]` float32, *optional*): weight of the window on all ranks, of
+                [`~DraftTrainer.get_batch_samples`]. Default: the weight of this batch alone.
 
         Returns:
             The loss, `[]` float32: the batch's weighted sum over `num_items_in_batch`, times the number of ranks, over
@@ -303,16 +299,12 @@ class DraftTrainer(SavingTrainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """
         Loss, token accuracy and estimated acceptance over the evaluation rows, and tau from real decoding of
-        `args.eval_decode_prompts` of their prompts on the main process.
+        `args.eval_decode_prompts` of their prompts on the main process, by name, the same on every rank.
 
         Args:
             eval_dataset (*optional*): rows, or several sets of rows by name, which are evaluated in turn. Of a stream
                 the first prompts are decoded. Default: `self.eval_dataset`.
-            ignore_keys: not used.
-            metric_key_prefix (`str`): of the metrics; a set's name follows it.
-
-        Returns:
-            The metrics by name, the same on every rank.
+            metric_key_prefix (`str`): of the metrics; a set's name follows it. (`ignore_keys` is not used.)
         """
         own = eval_dataset is None
         dataset = self.eval_dataset if own else eval_dataset

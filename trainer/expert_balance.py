@@ -8,7 +8,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 BIAS = "e_score_correction_bias"
-LOAD_BINS = (0.5, 1.0, 2.0)  # edges of the logged histogram, in multiples of an even load
+# The logged histogram: its edges, in multiples of an even load, and its bins.
+LOAD_EDGES = (0.5, 1.0, 2.0)
+LOAD_BINS = ("below_0.5", "0.5_to_1.0", "1.0_to_2.0", "above_2.0")
 
 
 class ExpertBalance(TrainerCallback):
@@ -81,8 +83,7 @@ class ExpertBalance(TrainerCallback):
         if not loads:
             return {}
         loads = torch.cat(loads)
-        bins = torch.bucketize(loads, loads.new_tensor(LOAD_BINS)).bincount(minlength=len(LOAD_BINS) + 1)
-        names = [f"below_{LOAD_BINS[0]}", *(f"{a}_to_{b}" for a, b in zip(LOAD_BINS, LOAD_BINS[1:], strict=False))]
-        histogram = zip([*names, f"above_{LOAD_BINS[-1]}"], (bins / len(loads)).tolist(), strict=True)
+        bins = torch.bucketize(loads, loads.new_tensor(LOAD_EDGES)).bincount(minlength=len(LOAD_BINS))
+        histogram = zip(LOAD_BINS, (bins / len(loads)).tolist(), strict=True)
         metrics = {"busiest_expert": loads.max().item(), "least_used_expert": loads.min().item()}
         return metrics | {f"experts_{name}": share for name, share in histogram}

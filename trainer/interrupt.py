@@ -14,11 +14,6 @@ class SaveOnInterrupt(TrainerCallback):
     second one interrupts at once, and training can be resumed from the last complete checkpoint.
     """
 
-    def __init__(self):
-        self._interrupted = False
-        self._previous = None
-        self._saved = 0
-
     def on_train_begin(self, args, state, control, **kwargs):
         self._interrupted = False
         self._previous = signal.signal(signal.SIGINT, self._remember)

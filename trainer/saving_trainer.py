@@ -189,7 +189,8 @@ class SavingTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Makes the repository `args.hub_model_id`, or one named as `args.output_dir`, if there is none. Raises a
-        `PublishError` if the Hub refuses; one that does not answer is warned about, as the first push tries again."""
+        `PublishError` if the Hub refuses; one that does not answer is warned about, as the first push tries again.
+        Raises a `ValueError` for an adapter whose base is not on the Hub, or is in that repository."""
         repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         if self.adapter is not None:
             check_publishable(self.adapter, repo_id)
@@ -230,12 +231,11 @@ class SavingTrainer(Trainer):
         Saves the draft into `args.output_dir` and publishes it with its card.
 
         Args:
-            commit_message (`str`, *optional*): title of the commit.
-            blocking (`bool`, *optional*, defaults to `True`): wait for the upload.
+            commit_message, blocking: title of the commit; whether to wait for the upload.
             token (`str`, *optional*): best left out: log in with `hf auth login`, or set HF_TOKEN.
-            revision (`str`, *optional*): branch, `args.hub_revision` if not given.
-            private (`bool`, *optional*): whether a new repository is private, `args.hub_private_repo` if not given.
-            create_pr (`bool`, *optional*, defaults to `False`): open a pull request instead.
+            revision, private: branch, and whether a new repository is private; defaults: `args.hub_revision`,
+                `args.hub_private_repo`.
+            create_pr: open a pull request instead.
             kwargs: those of `create_model_card`, not used: the card is made of config and metrics.
 
         Returns:

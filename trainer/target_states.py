@@ -1,6 +1,7 @@
 """What a frozen target gives to training: the features that its draft reads, and the states that its LM head reads."""
 
 import inspect
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +64,12 @@ class TargetStates:
             read.append(args[0])
             raise _HeadReached
 
+        where = (self._config.target_layer_ids, self._config.capture_point)
         hook = self._target.get_output_embeddings().register_forward_pre_hook(keep_and_stop)
-        try:
-            with capture_features(self._target, self._config.target_layer_ids, self._config.capture_point) as capture:
-                try:
-                    capture.run(**self._target_inputs(inputs))
-                except _HeadReached:
-                    pass
-                features = capture.features(self._device)
-        finally:
-            hook.remove()
+        with hook, capture_features(self._target, *where) as capture:
+            with suppress(_HeadReached):
+                capture.run(**self._target_inputs(inputs))
+            features = capture.features(self._device)
         if not read:
             raise ValueError(
                 f"{type(self._target).__name__} makes its logits without calling `get_output_embeddings()`, so the "

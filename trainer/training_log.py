@@ -88,25 +88,17 @@ class TrainingLog(TrainerCallback):
     """Prints [`log_line`] of every log on the main process, above a progress bar, which is left out with
     `disable_tqdm` and where the output is no terminal."""
 
-    def __init__(self):
-        self.bar = None
-
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            hidden = True if args.disable_tqdm else None  # None: unless it is a terminal
-            self.bar = tqdm(
-                desc="training", total=state.max_steps, initial=state.global_step, disable=hidden, dynamic_ncols=True
-            )
+        hidden = True if args.disable_tqdm or not state.is_world_process_zero else None  # None: unless a terminal
+        steps = {"initial": state.global_step, "total": state.max_steps}
+        self.bar = tqdm(desc="training", disable=hidden, dynamic_ncols=True, **steps)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
+        self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
             say(log_line(logs, state.global_step, state.max_steps))
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.bar.close()

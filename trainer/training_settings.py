@@ -18,7 +18,7 @@ OBJECTIVES = {
 }
 # Settings of TrainingArguments that need labels, or token ids, in the draft's forward, and what switches them off.
 NOT_TAKEN = {"include_num_input_tokens_seen": "no", "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
-POSITIVE = ("num_anchors", "prefix_weight_base")
+POSITIVE = ("num_anchors", "prefix_weight_base", "loss_chunk_size")
 NOT_NEGATIVE = (
     "eval_decode_prompts",
     "eval_max_new_tokens",
@@ -117,12 +117,8 @@ class TrainingSettings:
         if self.loss_type is not None and self.loss_type not in OBJECTIVES:
             raise ValueError(f"`loss_type` is {self.loss_type!r}; choose one of {', '.join(OBJECTIVES)}.")
         for name in POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be positive.")
-        if self.loss_chunk_size is not None and self.loss_chunk_size < 1:
-            raise ValueError(
-                f"`loss_chunk_size` is {self.loss_chunk_size}: it must be at least 1; leave it out for the default."
-            )
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"`{name}` is {value}: it must be positive. Leave it out for the default.")
         for name in NOT_NEGATIVE:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")

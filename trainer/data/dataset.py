@@ -265,10 +265,8 @@ class DraftCollator:
             "loss_mask": _pad([row["loss_mask"] for row in rows], 0),
             "row_id": torch.tensor([stable_row_id(row["row_id"]) for row in rows]),
         }
-        for name in ("document_ids", "document_row_ids"):
-            if name in rows[0]:
-                batch[name] = _pad([row[name] for row in rows], 0)
-        return batch
+        packed = [name for name in ("document_ids", "document_row_ids") if name in rows[0]]
+        return batch | {name: _pad([row[name] for row in rows], 0) for name in packed}
 
 
 def _pad(rows: list, value: int) -> Tensor:

@@ -39,17 +39,9 @@ def stable_row_id(row_id: int | str) -> int:
 
 @dataclass
 class RowEncoder:
-    """Encodes chat rows.
-
-    Attributes:
-        tokenizer, assistant_turns, stop_token_ids, template_kwargs, train_on_thinking, thinking_tags: see
-            [`~blockdraft.trainer.data.loss_mask.encode_row`].
-        max_length: longer rows lose their end, in tokens.
-        id_prefix: keeps the row ids of sets apart that are joined or interleaved.
-
-    Raises:
-        ValueError: for an impossible setting.
-    """
+    """Encodes chat rows, with the settings of [`~blockdraft.trainer.data.loss_mask.encode_row`]. Rows longer than
+    `max_length` tokens lose their end; `id_prefix` keeps the row ids of sets apart that are joined or interleaved.
+    Raises a `ValueError` for an impossible setting."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int

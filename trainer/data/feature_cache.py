@@ -42,14 +42,11 @@ class FeatureCache:
         joined = torch.cat(states, dim=-1).cpu()
         for row, digest in enumerate(digests):
             if digest not in self._offsets:
-                self._append(digest, joined[row, : lengths[row]].contiguous())
+                data = _bytes(joined[row, : lengths[row]].contiguous())
+                self._offsets[digest] = self._file.seek(0, os.SEEK_END)
+                while data:
+                    data = data[self._file.write(data) :]
         return states
-
-    def _append(self, digest: bytes, states: Tensor) -> None:
-        data = _bytes(states)
-        self._offsets[digest] = self._file.seek(0, os.SEEK_END)
-        while data:
-            data = data[self._file.write(data) :]
 
     def _read(self, digests: list[bytes], lengths: list[int], attention_mask: Tensor) -> tuple[Tensor, ...]:
         states = torch.zeros(*attention_mask.shape, sum(self._widths), dtype=self._dtype)

@@ -25,20 +25,13 @@ BATCHES_A_WINDOW = 32  # rows are sorted by length among so many batches, so tha
 
 @dataclass
 class RegenerateReport:
-    """Rows by what became of them in this run.
+    """Rows by what became of them in this run."""
 
-    Attributes:
-        written: answers written, of which `stopped` ended with a stop token; the others reached `max_new_tokens`.
-        resumed: rows that the output already held.
-        too_long: rows left out because their prompt exceeds `max_prompt_length`.
-        completion_tokens: tokens in the written answers, stop tokens included.
-    """
-
-    written: int = 0
-    stopped: int = 0
-    resumed: int = 0
-    too_long: int = 0
-    completion_tokens: int = 0
+    written: int = 0  # answers
+    stopped: int = 0  # of these, with a stop token; the others reached `max_new_tokens`
+    resumed: int = 0  # rows that the output already held
+    too_long: int = 0  # rows left out because their prompt exceeds `max_prompt_length`
+    completion_tokens: int = 0  # in the written answers, stop tokens included
 
 
 @dataclass

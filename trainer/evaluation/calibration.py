@@ -43,19 +43,12 @@ EPSILON = 1e-8
 
 
 class DecodedRounds(NamedTuple):
-    """What calibration reads of n verification rounds with at least one labelled slot, of g drafted slots each.
+    """What calibration reads of n verification rounds with at least one labelled slot, of g drafted slots each."""
 
-    Attributes:
-        logits (`[n, g]` float64): raw confidence logits, 0 where there is no label.
-        accepted (`[n, g]` bool): whether verification accepted the slot and all before it.
-        labelled (`[n, g]` bool): whether that is known, see above; true for the leading slots of a round.
-        prompts (`[n]` int64): index of the round's prompt.
-    """
-
-    logits: Tensor
-    accepted: Tensor
-    labelled: Tensor
-    prompts: Tensor
+    logits: Tensor  # `[n, g]` float64: raw confidence logits, 0 where there is no label
+    accepted: Tensor  # `[n, g]` bool: whether verification accepted the slot and all before it
+    labelled: Tensor  # `[n, g]` bool: whether that is known, see above; true for the leading slots of a round
+    prompts: Tensor  # `[n]` int64: index of the round's prompt
 
 
 # ---- mathematics ----------------------------------------------------------------------------------------------------
@@ -292,9 +285,6 @@ def calibrate(
         generation_config: of the answers, as they will be served; default: greedy.
         bootstrap_samples, seed: of the interval.
         disable_tqdm: hides the progress bars; `None` hides them if there is no terminal.
-
-    Returns:
-        [`CalibrationReport`].
 
     Raises:
         ValueError: without a confidence head, without prompts, with a prompt in both parts, or if a slot never gets a

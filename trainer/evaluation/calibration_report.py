@@ -19,14 +19,8 @@ class ReliabilityBins:
 
 @dataclass
 class Reliability:
-    """How well survival matches acceptance on the test rounds.
-
-    Attributes:
-        ece_by_slot: expected calibration error of the survival up to each slot.
-        mean_ece: their mean, the headline.
-        interval: of that mean: bootstrap percentiles, prompts resampled, centred on it.
-        bins: of each slot.
-    """
+    """How well survival matches acceptance on the test rounds: the expected calibration error of the survival up to
+    each slot, their mean with its `interval` (bootstrap percentiles, prompts resampled), and the bins of each slot."""
 
     ece_by_slot: list[float]
     mean_ece: float

@@ -79,9 +79,6 @@ def evaluate_decoding(
         confidence_schedule: which drafted tokens are verified; `None` for all.
         disable_tqdm: hides the progress bar; `None` hides it if there is no terminal.
 
-    Returns:
-        [`DecodingReport`].
-
     Raises:
         ValueError: without prompts, or if draft and target do not fit.
     """
@@ -114,10 +111,8 @@ def fastest_block_size(
         others: as in [`evaluate_decoding`].
 
     Returns:
-        The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side.
-
-    Raises:
-        ValueError: if a size cannot be served, or as [`evaluate_decoding`].
+        The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side. Raises
+        a `ValueError` if a size cannot be served, or as [`evaluate_decoding`].
     """
     trained, name = draft.config.block_size, _schedule_name(confidence_schedule)
     sizes = sorted(set(block_sizes or (max(2, trained * quarter // 4) for quarter in range(1, 5))))
@@ -150,10 +145,7 @@ def compare_schedules(
         others: as in [`evaluate_decoding`].
 
     Returns:
-        The report of each, in the order given.
-
-    Raises:
-        ValueError: without schedules, or as [`evaluate_decoding`].
+        The report of each by name. Raises a `ValueError` without schedules, or as [`evaluate_decoding`].
     """
     if not schedules:
         raise ValueError("`schedules` is empty: give at least one, `None` stands for verifying everything.")
@@ -237,10 +229,10 @@ def _schedule_name(schedule: Schedule | None) -> str:
 
 
 class Run(NamedTuple):
-    """One call of one decoder: the answer, its wall-clock seconds, and what the decoder returned."""
+    """One call of one decoder."""
 
-    tokens: list[int]
-    wall: float
+    tokens: list[int]  # of the answer
+    wall: float  # seconds
     output: ModelOutput
 
 

@@ -175,19 +175,17 @@ class DecodingReport:
     def protocol(self) -> dict[str, str | int]:
         """How this was measured: what must agree between numbers that are compared."""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        protocol = {
+        schedule = {} if self.confidence_schedule == OFF else {"confidence_schedule": self.confidence_schedule}
+        return {
             "decoding": self.decoding,
             "block_size": self.block_size,
-            "confidence_schedule": self.confidence_schedule,
+            **schedule,
             "prompts": len(self.answers),
             "max_new_tokens": self.max_new_tokens,
             "batch_size": 1,
             "dtype": self.dtype,
             "hardware": f"CPU ({threads})" if self.device == "cpu" else self.device,
         }
-        if self.confidence_schedule == OFF:
-            del protocol["confidence_schedule"]
-        return protocol
 
     def headline(self) -> dict:
         """What a model card shows, without what was not measured: a few of [`metrics`], the `protocol` and

@@ -24,19 +24,12 @@ FEWEST_SLOTS = 64
 
 
 class SlotLoss(NamedTuple):
-    """The loss of n slots, and how it depends on their predictions.
+    """The loss of n slots, and how it depends on their predictions."""
 
-    Attributes:
-        loss (`[n]`): without gradient.
-        outputs: predictions that require a gradient, of any shape; none under `torch.no_grad`.
-        gradients: of the summed loss, for each of `outputs`.
-        kept: `[n]` tensors to hand on, without gradient.
-    """
-
-    loss: Tensor
-    outputs: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    kept: Sequence[Tensor]
+    loss: Tensor  # `[n]`, without gradient
+    outputs: Sequence[Tensor]  # predictions that require a gradient, of any shape; none under `torch.no_grad`
+    gradients: Sequence[Tensor]  # of the summed loss, for each of `outputs`
+    kept: Sequence[Tensor]  # `[n]` tensors to hand on, without gradient
 
 
 def default_chunk_size(vocab_size: int, device_type: str) -> int:

@@ -80,16 +80,9 @@ class BlockLoss:
 
 
 def survival(accepted: Tensor, supervised: Tensor) -> Tensor:
-    """How likely verification gets past each slot.
-
-    Args:
-        accepted (`[B, N, block_size]` bool or float): acceptance, or its probability, of each slot.
-        supervised (`[B, N, block_size]`): non-zero where a slot counts.
-
-    Returns:
-        `[B, N, block_size]` float32: product over the supervised slots up to and with this one. Unsupervised slots
-        (prefix, holes in the loss mask) do not stop it and are 0 themselves.
-    """
+    """How likely verification gets past each slot, `[B, N, block_size]` float32: the product of `accepted` (bool, or a
+    probability) over the slots up to and with this one that are `supervised` (non-zero). The others (prefix, holes in
+    the loss mask) do not stop it and are 0 themselves."""
     counted = supervised != 0
     return torch.where(counted, accepted.float(), 1.0).cumprod(-1) * counted
 

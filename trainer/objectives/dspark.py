@@ -36,17 +36,11 @@ class DSparkAlphas(NamedTuple):
 
 
 class SlotPredictions(NamedTuple):
-    """Predictions of n slots.
+    """Predictions of n slots."""
 
-    Attributes:
-        logits (`[n, vocabulary]`): the draft's, Markov head included.
-        teacher_logits (`[n, vocabulary]`, *optional*): the target's for the same token, if the terms need a teacher.
-        confidence (`[n]`, *optional*): logit of the confidence head, if its term is on.
-    """
-
-    logits: Tensor
-    teacher_logits: Tensor | None = None
-    confidence: Tensor | None = None
+    logits: Tensor  # `[n, vocabulary]`: the draft's, Markov head included
+    teacher_logits: Tensor | None = None  # `[n, vocabulary]`: the target's for the same token, if a term needs them
+    confidence: Tensor | None = None  # `[n]`: logit of the confidence head, if its term is on
 
 
 @dataclass

@@ -9,19 +9,12 @@ from ...modeling.draft.block_targets import per_block
 
 
 class SlotTargets(NamedTuple):
-    """What the slots of a batch's blocks learn; made once a batch, before any forward.
+    """What the slots of a batch's blocks learn; made once a batch, before any forward."""
 
-    Attributes:
-        token_ids (`[B, N, block_size]` int64): each slot's label.
-        supervised (`[B, N, block_size]` float32): loss mask of the labels, 0 in the known prefix of each block.
-        weights (`[B, N, block_size]` float32): of each slot in the loss.
-        index (`[n]` int64): places of the n supervised slots among all `B * N * block_size`.
-    """
-
-    token_ids: Tensor
-    supervised: Tensor
-    weights: Tensor
-    index: Tensor
+    token_ids: Tensor  # `[B, N, block_size]` int64: each slot's label
+    supervised: Tensor  # `[B, N, block_size]` float32: loss mask of the labels, 0 in the known prefix of each block
+    weights: Tensor  # `[B, N, block_size]` float32: of each slot in the loss
+    index: Tensor  # `[n]` int64: places of the n supervised slots among all `B * N * block_size`
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "SlotTargets":
         """The same on another device. The host does not wait for the copies."""
