@@ -63,8 +63,10 @@ def new_draft(
         draft_type: a name in [`~blockdraft.modeling.families.FAMILIES`].
         mask_token_id: default: the first of [`propose_mask_token_ids`], which is printed.
         rows: the data, for a target whose vocabulary has no token that is free in any text.
-        shape: that of the configuration's `from_target_config`. Raises a `ValueError` for what cannot be, or is not a
-            setting of this family.
+        shape: that of the configuration's `from_target_config`.
+
+    Raises:
+        ValueError: if a setting of the shape cannot be, or is not one of this family's.
     """
     check_shape(draft_type, shape)
     family = FAMILIES[draft_type]

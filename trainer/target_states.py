@@ -19,13 +19,8 @@ class _HeadReached(BaseException):
 
 
 class TargetStates:
-    """
-    Reads the states of a frozen causal LM: one forward a batch, which ends where nothing more is read.
-
-    Args:
-        config ([`DraftConfig`]): its `target_layer_ids` and `capture_point` say what the draft reads.
-        device: where the states are wanted.
-    """
+    """Reads the states of a frozen causal LM, which are wanted on `device`: one forward a batch, which ends where
+    nothing more is read. `config.target_layer_ids` and `capture_point` say what the draft reads."""
 
     def __init__(self, target: PreTrainedModel, config: DraftConfig, device: torch.device):
         self._target, self._config, self._device = target, config, device

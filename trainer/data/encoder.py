@@ -68,8 +68,8 @@ class RowEncoder:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def __call__(self, example: dict, where: str, default_id: int | str) -> list[dict]:
-        """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `problem`, behind `where`
-        it is, or in `dropped`. `default_id` is its id if it has none of its own."""
+        """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `dropped`, or in
+        `problem`, which begins with `where` it is. `default_id` is its id if it has none of its own."""
         encoded, dropped, problem, key = [EncodedRow([], [], False)], "", "", default_id
         try:
             row = read_row(example)

@@ -106,13 +106,13 @@ def fastest_block_size(
     """Which block size to serve a draft with: a shorter block than the trained one can be faster, as drafting and
     verifying cost less and late slots are seldom accepted.
 
-    Args:
-        block_sizes: at most the trained one; default: its quarters.
-        others: as in [`evaluate_decoding`].
+    Args: those of [`evaluate_decoding`], and `block_sizes`: at most the trained one; default: its quarters.
 
     Returns:
-        The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side. Raises
-        a `ValueError` if a size cannot be served, or as [`evaluate_decoding`].
+        The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side.
+
+    Raises:
+        ValueError: if a size cannot be served, or as [`evaluate_decoding`].
     """
     trained, name = draft.config.block_size, _schedule_name(confidence_schedule)
     sizes = sorted(set(block_sizes or (max(2, trained * quarter // 4) for quarter in range(1, 5))))
@@ -140,12 +140,13 @@ def compare_schedules(
     print(decoding_table([*compare_schedules(target, draft, prompts, schedules).values()]))
     ```
 
-    Args:
-        schedules: by the name to report; `None` verifies every drafted token.
-        others: as in [`evaluate_decoding`].
+    Args: those of [`evaluate_decoding`], and `schedules`: by the name to report; `None` verifies every drafted token.
 
     Returns:
-        The report of each by name. Raises a `ValueError` without schedules, or as [`evaluate_decoding`].
+        The report of each, in the order given.
+
+    Raises:
+        ValueError: without schedules, or as [`evaluate_decoding`].
     """
     if not schedules:
         raise ValueError("`schedules` is empty: give at least one, `None` stands for verifying everything.")

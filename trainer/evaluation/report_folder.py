@@ -42,7 +42,10 @@ def write_report(
         command: what to run to measure this again.
 
     Returns:
-        The path of `report.md`. Raises a `ValueError` without a report.
+        The path of `report.md`.
+
+    Raises:
+        ValueError: if there is no report.
     """
     if not reports:
         raise ValueError("`reports` is empty: a report shows at least one measurement.")

@@ -24,9 +24,8 @@ class SlotTargets(NamedTuple):
 def slot_targets(
     token_ids: Tensor, mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None
 ) -> SlotTargets:
-    """Weighs the labels of a batch, `token_ids` and their loss mask of
-    [`~blockdraft.modeling.draft.block_targets.build_block_targets`] or `build_dspark_targets`, and finds those that
-    count. On the CPU: other devices are waited for. The other arguments are those of [`slot_weights`]."""
+    """Weighs the labels of a batch, the `token_ids` and `mask` of [`build_block_targets`] or [`build_dspark_targets`],
+    as [`slot_weights`] does, and finds those that count. On the CPU: other devices are waited for."""
     supervised = supervised_slots(mask, prefix_lengths)
     weights = slot_weights(mask, prefix_lengths, gamma)
     return SlotTargets(token_ids, supervised, weights, supervised.flatten().nonzero().flatten())
