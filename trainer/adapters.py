@@ -32,16 +32,11 @@ def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:
     A draft with a new adapter, whose weights alone get gradients; in half precision they are fp32.
 
     Args:
-        draft ([`DraftPreTrainedModel`]):
-            The base, as it was loaded from a directory or the Hub. It is changed in place.
-        peft_config ([`~peft.LoraConfig`]):
-            `use_dora=True` makes a DoRA. By default every linear layer is adapted. Routed experts are not linear
-            layers: name them in `target_parameters` (`"experts.gate_up_proj"`, `"experts.down_proj"`), or they are not
-            trained. Norms and heads are trained by `modules_to_save`. `revision` names what a base from the Hub was
-            loaded at, unless that is the default branch.
-
-    Returns:
-        The `PeftModel` around the draft.
+        draft ([`DraftPreTrainedModel`]): the base, as it was loaded from a directory or the Hub; changed in place.
+        peft_config ([`~peft.LoraConfig`]): `use_dora=True` makes a DoRA. By default every linear layer is adapted.
+            Routed experts are not linear layers: name them in `target_parameters` (`"experts.gate_up_proj"`,
+            `"experts.down_proj"`), or they are not trained. Norms and heads are trained by `modules_to_save`.
+            `revision` names what a base from the Hub was loaded at, unless that is the default branch.
 
     Raises:
         ValueError: if the settings are not LoRA's, name another task or a module that the draft does not have, or if
@@ -63,11 +58,8 @@ def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:
 
 
 def check_adapter(model: PeftModel) -> None:
-    """Checks a model that already has an adapter, and records its base and task as [`adapt`] does.
-
-    Raises:
-        ValueError: as [`adapt`], and unless there is exactly one adapter and it is trainable.
-    """
+    """Checks a model that already has an adapter, and records its base and task as [`adapt`] does. Raises a
+    `ValueError` as that does, and unless there is exactly one adapter and it is trainable."""
     if len(model.peft_config) != 1:
         raise ValueError(f"The draft has the adapters {', '.join(model.peft_config)}: one at a time can be trained.")
     [config] = model.peft_config.values()
@@ -93,11 +85,8 @@ def _check_config(config: PeftConfig) -> None:
 def _check_names(config: LoraConfig, draft: nn.Module) -> None:
     """PEFT ignores a name that nothing has, as long as it finds another one."""
     modules, parameters = ([name for name, _ in named] for named in (draft.named_modules(), draft.named_parameters()))
-    for setting, there in (
-        ("target_modules", modules),
-        ("modules_to_save", modules),
-        ("target_parameters", parameters),
-    ):
+    known = {"target_modules": modules, "modules_to_save": modules, "target_parameters": parameters}
+    for setting, there in known.items():
         names = getattr(config, setting) or ()
         if isinstance(names, str):  # a pattern, or "all-linear"
             continue
@@ -128,30 +117,16 @@ def base_draft(model: nn.Module) -> PreTrainedModel:
 
 
 class Base(NamedTuple):
-    """Where a base draft can be loaded from again.
+    """Where a base draft can be loaded from again."""
 
-    Attributes:
-        name: Hub id, or absolute path of a directory, whose name could otherwise be taken for a Hub id.
-        revision: commit; `None` for a directory.
-        folder: its files on this machine; `None` if they are in a cache that is not the standard one.
-    """
-
-    name: str
-    revision: str | None
-    folder: Path | None
+    name: str  # Hub id, or absolute path of a directory, whose name could otherwise be taken for a Hub id
+    revision: str | None  # commit; `None` for a directory
+    folder: Path | None  # its files on this machine; `None` if they are in a cache that is not the standard one
 
 
 def locate_base(draft: PreTrainedModel, revision: str | None = None) -> Base:
-    """
-    Finds where a draft was loaded from: an adapter is useless without its base.
-
-    Args:
-        draft: as `from_pretrained` returned it.
-        revision: commit, branch or tag of the Hub it was loaded at, which a loaded model does not know.
-
-    Raises:
-        ValueError: if it was not loaded from anywhere, or its commit is unknown.
-    """
+    """Where a draft was loaded from: an adapter is useless without its base. `revision` is the commit, branch or tag
+    of the Hub, which a loaded model does not know. Raises a `ValueError` if the place or its commit is unknown."""
     name = draft.name_or_path
     if not name:
         raise ValueError(
@@ -181,14 +156,11 @@ def check_unchanged(draft: PreTrainedModel, base: Base) -> None:
                 here = tensors[name][:1] if tensors[name].dim() else tensors[name]
                 if torch.equal(rows.to(here.dtype), here.cpu()):
                     continue
-                if base.revision:
-                    raise ValueError(
-                        f"The draft's `{name}` is not that of {base.name} at {base.revision}: it has been trained or "
-                        "merged since, or was loaded at another commit, which `LoraConfig(revision=...)` has to name."
-                    )
+                place = f"{base.name} at {base.revision}" if base.revision else file
+                other = ", or was loaded at another commit, which `LoraConfig(revision=...)` has to name"
                 raise ValueError(
-                    f"The draft's `{name}` is not that of {file}: it has been trained or merged since. Save the draft "
-                    "elsewhere, load it from there and adapt that."
+                    f"The draft's `{name}` is not that of {place}: it has been trained or merged since"
+                    f"{other if base.revision else ''}. Save the draft elsewhere, load it from there and adapt that."
                 )
 
 
@@ -199,13 +171,9 @@ def save_adapter(
     directory: str | os.PathLike, model: PeftModel, state_dict: dict[str, torch.Tensor] | None = None
 ) -> None:
     """
-    Writes `adapter_model.safetensors` and `adapter_config.json`, each atomically, the latter last. No tokenizer:
-    `AutoPeftModelForFeatureExtraction` would compare it with an embedding, and a draft has none.
-
-    Args:
-        directory: where to; made if absent.
-        model: with one adapter.
-        state_dict: gathered weights of the model, where they are spread over devices.
+    Writes `adapter_model.safetensors` and `adapter_config.json` of a model with one adapter, each atomically, the
+    latter last. No tokenizer: `AutoPeftModelForFeatureExtraction` would compare it with an embedding, and a draft has
+    none. `state_dict` holds the model's gathered weights, where they are spread over devices.
     """
     [(name, config)] = model.peft_config.items()
     draft = model.get_base_model()
@@ -251,14 +219,8 @@ def describe(model: PeftModel) -> dict:
     """What a card says of an adapter: its base and revision, kind, rank, and numbers of parameters."""
     [config] = model.peft_config.values()
     trainable, total = model.get_nb_trainable_parameters()
-    return {
-        "base": config.base_model_name_or_path,
-        "base_revision": config.revision,
-        "peft_type": _kind(config),
-        "r": config.r,
-        "trainable_parameters": trainable,
-        "total_parameters": total,
-    }
+    base = {"base": config.base_model_name_or_path, "base_revision": config.revision}
+    return base | recipe(model) | {"trainable_parameters": trainable, "total_parameters": total}
 
 
 def recipe(model: PeftModel) -> dict:
@@ -267,11 +229,8 @@ def recipe(model: PeftModel) -> dict:
     published = {} if os.path.isabs(config.base_model_name_or_path) else {"base": config.base_model_name_or_path}
     if published and config.revision:
         published["base_revision"] = config.revision
-    return published | {"peft_type": _kind(config), "r": config.r, "lora_alpha": config.lora_alpha}
-
-
-def _kind(config: LoraConfig) -> str:
-    return "DoRA" if config.use_dora else "LoRA"
+    kind = "DoRA" if config.use_dora else "LoRA"
+    return published | {"peft_type": kind, "r": config.r, "lora_alpha": config.lora_alpha}
 
 
 # ---- loading ------------------------------------------------------------------------------------------------------
@@ -290,10 +249,8 @@ def load_merged(
     writes it as a draft of its own.
 
     Args:
-        name: directory or Hub repository of the adapter.
-        dtype: of the base, see `from_pretrained`.
-        trust_remote_code: run the code that comes with the base.
-        revision: of the adapter's repository; the adapter knows its base's.
+        name, revision: directory or Hub repository of the adapter, which knows those of its base.
+        dtype, trust_remote_code: of the base, see `from_pretrained`.
 
     Raises:
         ValueError: if the base is a directory that is not there; `OSError` for what the Hub does not have.
@@ -318,15 +275,8 @@ def load_merged(
 
 
 def check_resumable(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """Refuses the checkpoint of an adapter for a whole draft, or the other way round, and one of another shape.
-
-    Args:
-        model: the draft, or the `PeftModel` around it.
-        checkpoint: a directory.
-
-    Raises:
-        ValueError: says what differs.
-    """
+    """Raises a `ValueError` for the checkpoint of an adapter where a whole draft is trained, or the other way round,
+    and for one of another shape; it says what differs."""
     file = Path(checkpoint) / ADAPTER_CONFIG
     if file.exists() != isinstance(model, PeftModel):
         there, here = ("an adapter", "a whole draft") if file.exists() else ("a whole draft", "an adapter")
@@ -347,4 +297,4 @@ def check_resumable(model: nn.Module, checkpoint: str | os.PathLike) -> None:
 
 
 def _comparable(value):
-    return sorted(value) if isinstance(value, (set, list, tuple)) else value
+    return sorted(value) if isinstance(value, set | list | tuple) else value

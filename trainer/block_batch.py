@@ -72,9 +72,7 @@ def build_block_batch(
     """Places the blocks of a batch and makes all that follows from their places.
 
     Args:
-        batch: `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`; `document_ids` `[B, S]`, and
-            `document_row_ids` `[B, D]` where [`~blockdraft.trainer.data.packing.pack_rows`] made them, for packed
-            rows. `anchor_positions` and `block_keep_mask` `[B, N]` are taken if there, `prefix_lengths` `[B, N]` too.
+        batch: see [`~blockdraft.trainer.draft_trainer.DraftTrainer`].
         draft: whose `config` says what a block is, and which plans its attention.
         step, seed, num_anchors: of [`~blockdraft.modeling.draft.anchors.sample_anchors`].
         gamma: decay of the weights, see [`~blockdraft.trainer.objectives.slot_targets.slot_weights`].
@@ -103,6 +101,12 @@ def build_block_batch(
         known = placed.get("prefix_lengths", 1)
         labels = build_block_targets(ids, mask, *anchors, size, document_remaining=remaining)
         targets, previous = slot_targets(labels.token_ids, labels.mask, known, gamma), None
+    position_ids = None
+    if documents is not None:
+        # They start again in each document even where only distances count: a draft may round its rotated keys.
+        positions = document_positions(documents)
+        slots = positions.gather(1, anchors[0])[..., None] + torch.arange(size)
+        position_ids = torch.cat([positions, slots.flatten(1)], dim=1)
     without_block = (~anchors[1].any(-1)).sum()
     masks_in_answers = ((ids == config.mask_token_id) & mask.bool()).sum()
     return BlockBatch(
@@ -112,46 +116,36 @@ def build_block_batch(
         plan=draft.plan_blocks(*anchors, ids.shape[1], documents, device),
         row_counts=torch.stack([torch.tensor(len(ids)), without_block, masks_in_answers]),
         previous_token_ids=previous,
-        position_ids=None if documents is None else _positions_in_documents(documents, anchors[0], size),
+        position_ids=position_ids,
     )
 
 
 def _draw_blocks(
-    rows: dict[str, Tensor],
-    config: DraftConfig,
-    step: int,
-    seed: int,
-    num_anchors: int,
-    prefix_weight_base: float | None,
+    rows: dict[str, Tensor], config: DraftConfig, step: int, seed: int, num_anchors: int, prefix_base: float | None
 ) -> dict[str, Tensor]:
     """`anchor_positions`, `block_keep_mask` and, if asked for, `prefix_lengths`, `[B, N]`, as given or drawn."""
-    how = (config, step, seed, num_anchors, prefix_weight_base)
     if "document_ids" in rows and "anchor_positions" not in rows:
         # Each document gets the blocks that it would get in a row of its own.
         documents = Documents(rows)
-        return documents.in_packed_rows(_draw_blocks(documents.rows, *how))
+        return documents.in_packed_rows(_draw_blocks(documents.rows, config, step, seed, num_anchors, prefix_base))
     placed = {name: rows[name] for name in GIVEN if name in rows}
     if "anchor_positions" not in placed:
-        legal = _legal_anchors(rows["loss_mask"], rows["attention_mask"].sum(-1), config)
+        mask, lengths = rows["loss_mask"], rows["attention_mask"].sum(-1)
+        if config.sample_from_anchor:
+            # The reference pads each row to exactly `num_anchors` blocks. A padded block sees and is seen by itself
+            # alone, has weight 0 and is not counted in the experts' load: a batch as wide as its richest row gives the
+            # same loss and gradients, without the padding's cost.
+            legal = legal_dspark_anchors(mask, lengths)
+        else:
+            legal = legal_anchors(mask, config.block_size, lengths)
         anchors = sample_anchors(legal, num_anchors, seed, step, _row_ids(rows))
         if anchors.keep.shape[1] == 0:
             anchors = Anchors(*(pad(tensor, (0, 1)) for tensor in anchors))
         placed |= {"anchor_positions": anchors.positions, "block_keep_mask": anchors.keep}
-    if prefix_weight_base is not None and "prefix_lengths" not in placed:
+    if prefix_base is not None and "prefix_lengths" not in placed:
         keep, row_ids = placed["block_keep_mask"], _row_ids(rows)
-        prefix_lengths = sample_prefix_lengths(keep, config.block_size, prefix_weight_base, seed, step, row_ids)
-        placed["prefix_lengths"] = prefix_lengths
+        placed["prefix_lengths"] = sample_prefix_lengths(keep, config.block_size, prefix_base, seed, step, row_ids)
     return placed
-
-
-def _legal_anchors(loss_mask: Tensor, lengths: Tensor, config: DraftConfig) -> Tensor:
-    """`[B, S]` bool: where a block may be, by the layout of its slots."""
-    if config.sample_from_anchor:
-        # The reference pads each row to exactly `num_anchors` blocks. A padded block sees and is seen by itself alone,
-        # has weight 0 and is not counted in the experts' load: a batch as wide as its richest row gives the same loss
-        # and gradients, without the padding's cost.
-        return legal_dspark_anchors(loss_mask, lengths)
-    return legal_anchors(loss_mask, config.block_size, lengths)
 
 
 def _row_ids(rows: dict[str, Tensor]) -> list[int]:
@@ -162,24 +156,9 @@ def _row_ids(rows: dict[str, Tensor]) -> list[int]:
     return rows["row_id"].tolist()
 
 
-def _positions_in_documents(document_ids: Tensor, anchor_positions: Tensor, block_size: int) -> Tensor:
-    """`[B, S + N * block_size]`. Positions have to start again in each document even where only their distances count:
-    a draft may round its keys after their rotation."""
-    positions = document_positions(document_ids)
-    blocks = positions.gather(1, anchor_positions)[..., None] + torch.arange(block_size)
-    return torch.cat([positions, blocks.flatten(1)], dim=1)
-
-
 class Documents:
-    """The documents of a packed batch, laid out as rows of their own.
-
-    Args:
-        batch: `loss_mask`, `attention_mask`, `document_ids` `[B, S]` and `row_id` `[B]`; `document_row_ids` `[B, D]`
-            where [`~blockdraft.trainer.data.packing.pack_rows`] made it. Documents are contiguous, numbered from 1.
-
-    Attributes:
-        rows: `loss_mask`, `attention_mask` `[documents, longest]` and `row_id` `[documents]`.
-    """
+    """The documents of a packed batch, contiguous and numbered from 1, laid out as `rows` of their own: `loss_mask`,
+    `attention_mask` `[documents, longest]` and `row_id` `[documents]`."""
 
     def __init__(self, batch: dict[str, Tensor]):
         ids, real = batch["document_ids"], batch["attention_mask"].bool()

@@ -27,11 +27,10 @@ from .data.feature_cache import FeatureCache
 from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much
 from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, dflash_loss
-from .objectives.log_window import LogWindow
 from .saving_trainer import SavingTrainer
 from .target_states import TargetStates
 from .training_args import DraftTrainingArguments
-from .training_log import TrainingLog
+from .training_log import LogWindow, TrainingLog
 
 logger = logging.get_logger(__name__)
 
@@ -46,31 +45,28 @@ class DraftTrainer(SavingTrainer):
     Trains a block-parallel draft against a frozen target, with DFlash's objectives (arXiv 2602.06036).
 
     A batch holds `input_ids`, `attention_mask`, `loss_mask` `[B, S]` and `row_id` `[B]`, for packed rows (see
-    [`~blockdraft.trainer.data.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` too. A
+    [`~blockdraft.trainer.data.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` `[B, D]` too. A
     `datasets.IterableDataset` trains for `args.max_steps` and starts again at its end. Anchors and prefix lengths are
-    drawn from (seed, global step, row id) unless the batch holds `anchor_positions`, `block_keep_mask` `[B, N]` and
-    `prefix_lengths` `[B, N]`. The loss of an accumulation window is the weighted mean over all of its blocks on all
-    ranks.
+    drawn from (seed, global step, row id) unless the batch holds `anchor_positions`, `block_keep_mask` and
+    `prefix_lengths` `[B, N]`. The loss of an accumulation window is the weighted mean over its blocks on all ranks.
 
     A trainer of another method is a subclass that sets `objectives`, `slot_layout` and `loss_class` and overrides
     `prepare_draft`, `objective_settings`, `needs_head_input` and `block_loss`.
 
     Args:
         model ([`DraftPreTrainedModel`]): the draft.
-        target (`PreTrainedModel`): the target, also with a PEFT adapter. It is put into evaluation mode, all its
-            parameters, an adapter's too, lose their gradients, and it is never part of the model, of a checkpoint or
-            of the optimizer.
+        target (`PreTrainedModel`): the target, also with a PEFT adapter. It is put into evaluation mode, its
+            parameters lose their gradients, and it is never part of the model, of a checkpoint or of the optimizer.
         args ([`DraftTrainingArguments`]).
         target_revision (`str`, *optional*): commit or branch the target was loaded at, recorded in the draft's config.
-        peft_config ([`~peft.LoraConfig`], *optional*): trains an adapter instead of the draft, see [`adapt`]; saved is
-            the adapter alone. A `PeftModel` as `model` does the same.
+        peft_config ([`~peft.LoraConfig`], *optional*): trains and saves an adapter instead of the draft, see
+            [`adapt`]. A `PeftModel` as `model` does the same.
         answers (`str`, *optional*): whose answers the rows hold, recorded in the draft's config.
         kwargs: those of [`~transformers.Trainer`] but `compute_loss_func`, `compute_metrics` and
             `preprocess_logits_for_metrics`; `processing_class` is the target's tokenizer.
 
     Raises:
-        ValueError: if draft and target do not fit, `args.loss_type` is not an objective of this draft, or an argument
-            or setting cannot be used.
+        ValueError: if draft and target do not fit, or an argument or setting cannot be used.
     """
 
     objectives = ("fixed_anchor", "variable_prefix")
@@ -186,14 +182,8 @@ class DraftTrainer(SavingTrainer):
         return False
 
     def block_loss(self, output: ModelOutput, blocks: BlockBatch, head_input: torch.Tensor | None) -> BlockLoss:
-        """
-        The loss sums of a batch.
-
-        Args:
-            output: of the draft's forward.
-            blocks ([`BlockBatch`]): on the device of the draft.
-            head_input (`[B, S, hidden_size]`, *optional*): what the target's LM head reads, if `needs_head_input`.
-        """
+        """The loss sums of a batch, from the output of the draft's forward over `blocks` and, if `needs_head_input`,
+        what the target's LM head reads, `[B, S, hidden_size]`."""
         compute_logits = partial(self.draft.compute_logits, lm_head=self.target.get_output_embeddings())
         return dflash_loss(output.last_hidden_state, compute_logits, blocks.targets, self.args.loss_chunk_size)
 
@@ -225,13 +215,8 @@ class DraftTrainer(SavingTrainer):
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device) -> tuple[list, torch.Tensor]:
-        """
-        The batches of an accumulation window, with their blocks placed.
-
-        Returns:
-            The batches, each with its [`BlockBatch`] as `blocks`, and `[]` float32: their loss weight, summed over all
-            ranks.
-        """
+        """The batches of an accumulation window, each with its [`BlockBatch`] as `blocks`, and their loss weight on
+        all ranks, `[]` float32."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches:
             batch["blocks"] = self.place_blocks(batch, self.state.global_step)
@@ -242,16 +227,9 @@ class DraftTrainer(SavingTrainer):
     def place_blocks(self, batch: dict[str, torch.Tensor], step: int) -> BlockBatch:
         """The blocks of a batch at a global step, on the CPU, see [`build_block_batch`]."""
         args = self.args
-        return build_block_batch(
-            batch,
-            self.draft,
-            step=step,
-            seed=args.seed,
-            num_anchors=args.num_anchors,
-            gamma=self.gamma,
-            prefix_weight_base=args.prefix_weight_base if self.loss_type == "variable_prefix" else None,
-            device=args.device,
-        )
+        settings = {"seed": args.seed, "num_anchors": args.num_anchors, "gamma": self.gamma, "device": args.device}
+        base = args.prefix_weight_base if self.loss_type == "variable_prefix" else None
+        return build_block_batch(batch, self.draft, step=step, prefix_weight_base=base, **settings)
 
     def compute_loss(
         self,
@@ -265,17 +243,13 @@ class DraftTrainer(SavingTrainer):
         gives the features that the draft reads; one forward of the draft predicts all blocks.
 
         Args:
-            model (`nn.Module`):
-                The draft, as it is wrapped for training or not.
-            inputs (`dict`):
-                A batch, see the class, on the draft's device. Blocks that are not placed yet (`blocks`, a
+            model (`nn.Module`): the draft, as it is wrapped for training or not.
+            inputs (`dict`): a batch, see the class, on the draft's device. Blocks that are not placed yet (`blocks`, a
                 [`BlockBatch`]) are placed: where they belong at this global step in training, where every evaluation
                 has them in evaluation mode.
-            return_outputs (`bool`):
-                Return the sums of the batch too.
-            num_items_in_batch (`[]` float32, *optional*):
-                Weight of the window on all ranks, of [`~DraftTrainer.get_batch_samples`]. Default: the weight of this
-                batch alone.
+            return_outputs (`bool`): return the sums of the batch too.
+            num_items_in_batch (`[]` float32, *optional*): weight of the window on all ranks, of
+                [`~DraftTrainer.get_batch_samples`]. Default: the weight of this batch alone.
 
         Returns:
             The loss, `[]` float32: the batch's weighted sum over `num_items_in_batch`, times the number of ranks, over
@@ -325,28 +299,23 @@ class DraftTrainer(SavingTrainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """
         Loss, token accuracy and estimated acceptance over the evaluation rows, and tau from real decoding of
-        `args.eval_decode_prompts` of their prompts on the main process.
+        `args.eval_decode_prompts` of their prompts on the main process, by name, the same on every rank.
 
         Args:
             eval_dataset (*optional*): rows, or several sets of rows by name, which are evaluated in turn. Of a stream
                 the first prompts are decoded. Default: `self.eval_dataset`.
-            ignore_keys: not used.
-            metric_key_prefix (`str`): of the metrics; a set's name follows it.
-
-        Returns:
-            The metrics by name, the same on every rank.
+            metric_key_prefix (`str`): of the metrics; a set's name follows it. (`ignore_keys` is not used.)
         """
         own = eval_dataset is None
         dataset = self.eval_dataset if own else eval_dataset
-        if isinstance(dataset, dict):
-            sets = [(name, name if own else rows, f"{metric_key_prefix}_{name}") for name, rows in dataset.items()]
-        else:
-            sets = [(HELD_OUT, eval_dataset, metric_key_prefix)]
+        named = isinstance(dataset, dict)
         metrics, headlines = {}, {}
-        for name, rows, prefix in sets:
-            found = self._block_metrics(self.get_eval_dataloader(rows))
+        for name, rows in dataset.items() if named else [(HELD_OUT, dataset)]:
+            prefix = f"{metric_key_prefix}_{name}" if named else metric_key_prefix
+            own_name = name if named else None  # what the base class keeps a loader under
+            found = self._block_metrics(self.get_eval_dataloader(own_name if own else rows))
             if self.args.eval_decode_prompts:
-                decoded, headline = self._decoding_metrics(dataset[name] if isinstance(dataset, dict) else dataset)
+                decoded, headline = self._decoding_metrics(rows)
                 found |= decoded
                 headlines |= headline and {name: headline}
             if promises_too_much(found.get("estimated_tau", 1.0), found.get("tau", math.inf)):

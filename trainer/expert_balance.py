@@ -1,12 +1,16 @@
 """Loads of routed experts, counted while training, and the correction bias that keeps all experts in use."""
 
+from functools import partial
+
 import torch
 from accelerate.utils import reduce
 from torch import nn
 from transformers import TrainerCallback
 
 BIAS = "e_score_correction_bias"
-LOAD_BINS = (0.5, 1.0, 2.0)  # edges of the logged histogram, in multiples of an even load
+# The logged histogram: its edges, in multiples of an even load, and its bins.
+LOAD_EDGES = (0.5, 1.0, 2.0)
+LOAD_BINS = ("below_0.5", "0.5_to_1.0", "1.0_to_2.0", "above_2.0")
 
 
 class ExpertBalance(TrainerCallback):
@@ -20,14 +24,13 @@ class ExpertBalance(TrainerCallback):
     optimizer skipped (fp16 overflow) changes nothing. Activation checkpointing routes each token twice, which doubles
     all loads alike: neither their ratios nor the sign rule notice.
 
-    Set `counted_tokens` before a forward to leave tokens out: bool, an entry a token that the routers get.
-
     Args:
         model (`nn.Module`): whose routers are watched.
         bias_step (`float`): change of the bias a step; 0 only counts.
 
     Attributes:
         routers (`list[nn.Module]`): those found.
+        counted_tokens (bool tensor, *optional*): set before a forward, leaves tokens out; an entry for each of them.
 
     Raises:
         ValueError: for a bias in half precision, in which small steps are lost.
@@ -45,20 +48,17 @@ class ExpertBalance(TrainerCallback):
                     f"`{BIAS}` is {router.e_score_correction_bias.dtype}: keep it in float32, steps of {bias_step} "
                     "are lost in half precision."
                 )
-            router.register_forward_hook(self._counter(index))
+            router.register_forward_hook(partial(self._count, index))
 
-    def _counter(self, index: int):
-        def count(router: nn.Module, args: tuple, output: tuple) -> None:
-            if not router.training:
-                return
-            experts = output[2].flatten(0, -2)
-            kept = torch.ones_like(experts, dtype=torch.float32)
-            if self.counted_tokens is not None:
-                kept *= self.counted_tokens.flatten().to(kept.device)[:, None]
-            load = self._step_loads[index].to(experts.device)
-            self._step_loads[index] = load.scatter_add(0, experts.flatten(), kept.flatten())
-
-        return count
+    def _count(self, index: int, router: nn.Module, args: tuple, output: tuple) -> None:
+        if not router.training:
+            return
+        experts = output[2].flatten(0, -2)
+        kept = torch.ones_like(experts, dtype=torch.float32)
+        if self.counted_tokens is not None:
+            kept *= self.counted_tokens.flatten().to(kept.device)[:, None]
+        load = self._step_loads[index].to(experts.device)
+        self._step_loads[index] = load.scatter_add(0, experts.flatten(), kept.flatten())
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         """Updates the biases and moves the step's loads to those since the last log."""
@@ -83,8 +83,7 @@ class ExpertBalance(TrainerCallback):
         if not loads:
             return {}
         loads = torch.cat(loads)
-        bins = torch.bucketize(loads, loads.new_tensor(LOAD_BINS)).bincount(minlength=len(LOAD_BINS) + 1)
-        names = [f"below_{LOAD_BINS[0]}", *(f"{a}_to_{b}" for a, b in zip(LOAD_BINS, LOAD_BINS[1:], strict=False))]
-        histogram = zip([*names, f"above_{LOAD_BINS[-1]}"], (bins / len(loads)).tolist(), strict=True)
+        bins = torch.bucketize(loads, loads.new_tensor(LOAD_EDGES)).bincount(minlength=len(LOAD_BINS))
+        histogram = zip(LOAD_BINS, (bins / len(loads)).tolist(), strict=True)
         metrics = {"busiest_expert": loads.max().item(), "least_used_expert": loads.min().item()}
         return metrics | {f"experts_{name}": share for name, share in histogram}

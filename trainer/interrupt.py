@@ -14,11 +14,6 @@ class SaveOnInterrupt(TrainerCallback):
     second one interrupts at once, and training can be resumed from the last complete checkpoint.
     """
 
-    def __init__(self):
-        self._interrupted = False
-        self._previous = None
-        self._saved = 0
-
     def on_train_begin(self, args, state, control, **kwargs):
         self._interrupted = False
         self._previous = signal.signal(signal.SIGINT, self._remember)
@@ -32,7 +27,6 @@ class SaveOnInterrupt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self._interrupted and state.global_step != self._saved:
             control.should_save = control.should_training_stop = True
-        return control
 
     # With `save_strategy="best"` an evaluation decides again whether its step is saved, and Ctrl-C may come during it.
     on_epoch_end = on_step_end
@@ -43,7 +37,6 @@ class SaveOnInterrupt(TrainerCallback):
             control.should_training_stop = True
             # With `save_total_limit=1`, `train` would delete this checkpoint at its end and keep the best one.
             state.best_model_checkpoint = None
-        return control
 
     def on_train_end(self, args, state, control, **kwargs):
         signal.signal(signal.SIGINT, self._previous)

@@ -27,12 +27,8 @@ def load_target(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target in evaluation mode, on a GPU where there is one, and its tokenizer.
-
-    Raises:
-        ValueError: if a local path does not exist.
-        OSError: if the Hub does not have it.
-    """
+    """The target in evaluation mode, on a GPU where there is one, and its tokenizer. Raises a `ValueError` for a local
+    path that does not exist, an `OSError` for what the Hub does not have."""
     check_path("target", name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
@@ -44,12 +40,8 @@ def load_draft(
     name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedModel:
     """A saved draft, or a base draft with a saved adapter merged into it, in evaluation mode, on a GPU where there is
-    one. `revision` is a commit, branch or tag of the repository that holds the draft or the adapter.
-
-    Raises:
-        ValueError: if a local path does not exist, or its configuration is not a draft's.
-        OSError: if the Hub does not have it.
-    """
+    one. `revision` is a commit, branch or tag of the repository that holds the draft or the adapter. Raises a
+    `ValueError` for a local path that does not exist, an `OSError` for what the Hub does not have."""
     check_draft(name, revision)
     load = load_merged if is_adapter(name, revision) else AutoModel.from_pretrained
     draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision)
@@ -88,21 +80,20 @@ def new_draft(
 
 
 def check_shape(draft_type: str, shape: Iterable[str]) -> None:
-    """Raises a `ValueError` if there is no such family of drafts, or it has none of the settings in `shape`, which
-    `from_target_config` would keep as attributes without a meaning."""
+    """Raises a `ValueError` if there is no such family of drafts, or a setting in `shape` is not one of its, which
+    `from_target_config` would keep as an attribute without a meaning."""
     if draft_type not in FAMILIES:
         raise ValueError(f"`draft_type` is {draft_type!r}; choose one of {', '.join(FAMILIES)}.")
-    settings = {name: _settings(family.config) for name, family in FAMILIES.items()}
+    # What `from_target_config` takes beside the target's configuration.
+    settings = {
+        name: {"num_draft_layers"} | {field.name for field in fields(family.config)}
+        for name, family in FAMILIES.items()
+    }
     for name in shape:
         if name not in settings[draft_type]:
             owners = [owner for owner, known in settings.items() if name in known]
             whose = f"belongs to `draft_type` {' or '.join(owners)}" if owners else "is not a setting of a draft"
             raise ValueError(f"`{name}` {whose}; this draft is a {draft_type}.")
-
-
-def _settings(config: type) -> set[str]:
-    """What `from_target_config` of a draft's configuration takes, beside the target's."""
-    return {"num_draft_layers"} | {field.name for field in fields(config)}
 
 
 def new_trainer(draft: PreTrainedModel, *args, **kwargs) -> DraftTrainer:

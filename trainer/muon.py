@@ -24,14 +24,9 @@ def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
 
 
 class MuonAndOther(torch.optim.Optimizer):
-    """
-    One optimizer made of two: state, parameter groups and learning rates are in one place, as schedulers, checkpoints
-    and wrappers expect.
-
-    Args:
-        other (`torch.optim.Optimizer`): holds all parameters and has not taken a step; `matrices` are taken out of it.
-        matrices (iterable of `nn.Parameter`): two-dimensional.
-    """
+    """One optimizer made of two: state, parameter groups and learning rates are in one place, as schedulers,
+    checkpoints and wrappers expect. `other` holds all parameters and has not taken a step; `matrices`,
+    two-dimensional, are taken out of it."""
 
     def __init__(self, other: torch.optim.Optimizer, matrices: Iterable[nn.Parameter]):
         ids = {id(matrix) for matrix in matrices}

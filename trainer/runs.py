@@ -39,11 +39,8 @@ class TimeEstimate(TrainerCallback):
 def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> None:
     """Trains to the end, from the last complete checkpoint in `output_dir` if there is one. Only checkpoints are
     saved; reports and plots of weights that are about to be replaced are deleted. With `load_best_model_at_end` the
-    trainer then holds the best weights that were saved.
-
-    Raises:
-        ValueError: if `output_dir` holds the run of another draft, or a draft without checkpoints.
-    """
+    trainer then holds the best weights that were saved. Raises a `ValueError` if `output_dir` holds the run of another
+    draft, or a draft without checkpoints."""
     output_dir = Path(trainer.args.output_dir)
     if overwrite_output_dir:
         if trainer.args.should_save:
@@ -98,11 +95,7 @@ def save_finished(trainer: DraftTrainer) -> None:
 
 def is_finished(trainer: DraftTrainer) -> bool:
     """Whether `output_dir` holds the fully trained draft that [`save_finished`] saved; it may have been calibrated or
-    measured since.
-
-    Raises:
-        ValueError: if it is another draft.
-    """
+    measured since. Raises a `ValueError` if it is another draft."""
     output_dir = Path(trainer.args.output_dir)
     if not all((output_dir / name).exists() for name in (_config_name(trainer), TRAINER_STATE_NAME)):
         return False

@@ -39,12 +39,9 @@ UNFINISHED_CHECKPOINTS = "unfinished"
 class SavingTrainer(Trainer):
     """
     [`~transformers.Trainer`] of a draft, or of an adapter of one. What it saves is whole: weights, a configuration
-    that says how they were trained, code, tokenizer and a card, and no pickled arguments. A checkpoint has its name
-    only when it is complete. Pushes run in the background, and none that fails ends a training.
-
-    Args:
-        answers (`str`, *optional*): whose answers the rows hold, for the configuration and the card.
-        args, kwargs: those of [`~transformers.Trainer`].
+    that says how they were trained (`answers`: whose answers the rows hold), code, tokenizer and a card, and no
+    pickled arguments. A checkpoint has its name only when it is complete. Pushes run in the background, and none that
+    fails ends a training.
     """
 
     publisher: CheckpointPublisher | None = None  # with `push_to_hub`, on the main process
@@ -67,22 +64,15 @@ class SavingTrainer(Trainer):
         return model if isinstance(model, PeftModel) else None
 
     def record_decoding(self, headlines: dict[str, dict]) -> None:
-        """Keeps what decoding with the present weights gave, for the card that is saved with them.
-
-        Args:
-            headlines: [`~blockdraft.trainer.evaluation.decoding_report.DecodingReport.headline`] by data set.
-        """
+        """Keeps what decoding with the present weights gave, the [`DecodingReport.headline`] of each data set by name,
+        for the card that is saved with them."""
         self._decoded = (self._state_of_weights().global_step, headlines)
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """
-        The base class's; waits at its end for what is on its way to the Hub.
-
-        Raises:
-            ValueError: if the checkpoint is that of another draft or adapter.
-        """
+        """The base class's; waits at its end for what is on its way to the Hub. Raises a `ValueError` for the
+        checkpoint of another draft or adapter."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # an error of the base class
         if resume_from_checkpoint and resume_from_checkpoint is not True:
@@ -93,12 +83,7 @@ class SavingTrainer(Trainer):
         return output
 
     def load_checkpoint(self, checkpoint: str | os.PathLike) -> None:
-        """
-        Loads the weights of a checkpoint of this draft or adapter.
-
-        Raises:
-            ValueError: if it is that of another one.
-        """
+        """Loads the weights of a checkpoint of this draft or adapter; a `ValueError` for that of another one."""
         check_resumable(self.adapter or self.draft, checkpoint)
         self._load_from_checkpoint(str(checkpoint))
 
@@ -203,13 +188,9 @@ class SavingTrainer(Trainer):
     # ---- the Hub ------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        Makes the repository `args.hub_model_id`, or one named as `args.output_dir`, if there is none.
-
-        Raises:
-            PublishError: if the Hub refuses. A Hub that does not answer is warned about: the first push tries again.
-            ValueError: if an adapter is trained whose base is not on the Hub, or is in that repository.
-        """
+        """Makes the repository `args.hub_model_id`, or one named as `args.output_dir`, if there is none. Raises a
+        `PublishError` if the Hub refuses; one that does not answer is warned about, as the first push tries again.
+        Raises a `ValueError` for an adapter whose base is not on the Hub, or is in that repository."""
         repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         if self.adapter is not None:
             check_publishable(self.adapter, repo_id)
@@ -250,12 +231,11 @@ class SavingTrainer(Trainer):
         Saves the draft into `args.output_dir` and publishes it with its card.
 
         Args:
-            commit_message (`str`, *optional*): title of the commit.
-            blocking (`bool`, *optional*, defaults to `True`): wait for the upload.
+            commit_message, blocking: title of the commit; whether to wait for the upload.
             token (`str`, *optional*): best left out: log in with `hf auth login`, or set HF_TOKEN.
-            revision (`str`, *optional*): branch, `args.hub_revision` if not given.
-            private (`bool`, *optional*): whether a new repository is private, `args.hub_private_repo` if not given.
-            create_pr (`bool`, *optional*, defaults to `False`): open a pull request instead.
+            revision, private: branch, and whether a new repository is private; defaults: `args.hub_revision`,
+                `args.hub_private_repo`.
+            create_pr: open a pull request instead.
             kwargs: those of `create_model_card`, not used: the card is made of config and metrics.
 
         Returns:

@@ -1,6 +1,7 @@
 """What a frozen target gives to training: the features that its draft reads, and the states that its LM head reads."""
 
 import inspect
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,8 @@ class _HeadReached(BaseException):
 
 
 class TargetStates:
-    """
-    Reads the states of a frozen target: one forward a batch, which ends where nothing more is read.
-
-    Args:
-        target: the frozen causal LM.
-        config ([`DraftConfig`]): its `target_layer_ids` and `capture_point` say what the draft reads.
-        device: where the states are wanted.
-    """
+    """Reads the states of a frozen causal LM, which are wanted on `device`: one forward a batch, which ends where
+    nothing more is read. `config.target_layer_ids` and `capture_point` say what the draft reads."""
 
     def __init__(self, target: PreTrainedModel, config: DraftConfig, device: torch.device):
         self._target, self._config, self._device = target, config, device
@@ -35,15 +30,12 @@ class TargetStates:
     @torch.no_grad()
     def read(self, inputs: dict[str, Tensor], head_input: bool = False) -> tuple[Tensor, ...]:
         """
-        Runs the target on a batch.
-
-        Args:
-            inputs: `input_ids` and `attention_mask`, or `document_ids` in its place for packed rows, all `[B, S]`.
-            head_input (`bool`): also return what the target's LM head reads.
+        Runs the target on a batch of `input_ids` and `attention_mask`, or `document_ids` in its place for packed rows,
+        all `[B, S]`.
 
         Returns:
-            The draft's features `[B, S, F * hidden_size]`, F = `len(target_layer_ids)`, and with `head_input` the
-            states `[B, S, hidden_size]`, in the target's dtype.
+            The draft's features `[B, S, F * hidden_size]`, F = `len(target_layer_ids)`, and with `head_input` what the
+            target's LM head reads, `[B, S, hidden_size]`, in the target's dtype.
 
         Raises:
             ValueError: if the rows are packed and the target mixes their documents (tried on the first that come), or
@@ -67,16 +59,12 @@ class TargetStates:
             read.append(args[0])
             raise _HeadReached
 
+        where = (self._config.target_layer_ids, self._config.capture_point)
         hook = self._target.get_output_embeddings().register_forward_pre_hook(keep_and_stop)
-        try:
-            with capture_features(self._target, self._config.target_layer_ids, self._config.capture_point) as capture:
-                try:
-                    capture.run(**self._target_inputs(inputs))
-                except _HeadReached:
-                    pass
-                features = capture.features(self._device)
-        finally:
-            hook.remove()
+        with hook, capture_features(self._target, *where) as capture:
+            with suppress(_HeadReached):
+                capture.run(**self._target_inputs(inputs))
+            features = capture.features(self._device)
         if not read:
             raise ValueError(
                 f"{type(self._target).__name__} makes its logits without calling `get_output_embeddings()`, so the "
@@ -85,7 +73,6 @@ class TargetStates:
         return features, read[0].to(self._device)
 
     def _target_inputs(self, inputs: dict[str, Tensor]) -> dict:
-        """Arguments of the target's forward."""
         if "document_ids" not in inputs:
             context = {"attention_mask": inputs["attention_mask"]}
         elif "document_ids" in self._accepts:

@@ -9,13 +9,8 @@ from .training_settings import NOT_TAKEN, TrainingSettings
 
 @dataclass
 class DraftTrainingArguments(TrainingSettings, TrainingArguments):
-    """
-    [`~transformers.TrainingArguments`] with the settings and defaults of block-parallel training, see
-    [`TrainingSettings`].
-
-    Raises:
-        ValueError: if a setting cannot be; the message names it.
-    """
+    """[`~transformers.TrainingArguments`] with the settings and defaults of block-parallel training, see
+    [`TrainingSettings`]. Raises a `ValueError` that names the setting if one cannot be."""
 
     def __post_init__(self):
         super().__post_init__()

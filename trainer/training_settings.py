@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 
 # Each objective with the settings that only it reads. A draft's block layout decides which objectives it can have.
 OBJECTIVES = {
@@ -18,7 +18,7 @@ OBJECTIVES = {
 }
 # Settings of TrainingArguments that need labels, or token ids, in the draft's forward, and what switches them off.
 NOT_TAKEN = {"include_num_input_tokens_seen": "no", "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
-POSITIVE = ("num_anchors", "prefix_weight_base")
+POSITIVE = ("num_anchors", "prefix_weight_base", "loss_chunk_size")
 NOT_NEGATIVE = (
     "eval_decode_prompts",
     "eval_max_new_tokens",
@@ -30,9 +30,10 @@ NOT_NEGATIVE = (
 )
 
 
-def setting(help: str, **kwargs):
-    """A dataclass field with its line of help; required unless it has a `default` or a `default_factory`."""
-    return field(metadata={"help": help}, **kwargs)
+def setting(help: str, default=MISSING, **argument):
+    """A dataclass field with its line of help, required without a `default`, and what else the command line's argument
+    has: `choices`, `aliases`."""
+    return field(default=default, metadata={"help": help} | argument)
 
 
 def default_loss_decay_gamma(block_size: int) -> float:
@@ -42,19 +43,15 @@ def default_loss_decay_gamma(block_size: int) -> float:
 
 @dataclass
 class TrainingSettings:
-    """
-    What [`~blockdraft.trainer.training_args.DraftTrainingArguments`] has beside the settings of transformers, and the
-    defaults that it changes. Learning rate, warm-up, weight decay and clipping default to DSpark's (arXiv 2607.05147),
-    anchors and decay to DFlash's (arXiv 2602.06036).
-    """
+    """What [`DraftTrainingArguments`] has beside the settings of transformers, and the defaults that it changes.
+    Learning rate, warm-up, weight decay and clipping default to DSpark's (arXiv 2607.05147), anchors and decay to
+    DFlash's (arXiv 2602.06036)."""
 
-    loss_type: str | None = field(
+    loss_type: str | None = setting(
+        "Objective: fixed_anchor or variable_prefix for DFlash drafts, dspark for DSpark drafts. Default: the first "
+        "that suits the draft.",
         default=None,
-        metadata={
-            "help": "Objective: fixed_anchor or variable_prefix for DFlash drafts, dspark for DSpark drafts. Default: "
-            "the first that suits the draft.",
-            "choices": list(OBJECTIVES),
-        },
+        choices=list(OBJECTIVES),
     )
     num_anchors: int = setting("Most blocks trained at once in each row.", default=512)
     loss_decay_gamma: float | None = setting(
@@ -114,21 +111,14 @@ class TrainingSettings:
     )
 
     def check_settings(self) -> None:
-        """
-        Raises:
-            ValueError: if one of these settings cannot be; the message names it.
-        """
+        """Raises a `ValueError` that names the setting if one of these cannot be."""
         from ..hub_cards.rules import check_datasets, check_license  # which imports transformers
 
         if self.loss_type is not None and self.loss_type not in OBJECTIVES:
             raise ValueError(f"`loss_type` is {self.loss_type!r}; choose one of {', '.join(OBJECTIVES)}.")
         for name in POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be positive.")
-        if self.loss_chunk_size is not None and self.loss_chunk_size < 1:
-            raise ValueError(
-                f"`loss_chunk_size` is {self.loss_chunk_size}: it must be at least 1; leave it out for the default."
-            )
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"`{name}` is {value}: it must be positive. Leave it out for the default.")
         for name in NOT_NEGATIVE:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")

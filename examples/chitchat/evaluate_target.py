@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from blockdraft.trainer.evaluation.looping import is_looping
+from blockdraft.trainer.evaluation.decoding_report import is_looping
 
 from .corpus import chat_rows, prompts, split
 from .target_model import CHAT_TARGETS, load_target, target_dir

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockdraft.modeling.families import FAMILIES
-from blockdraft.trainer.evaluation.looping import is_looping
+from blockdraft.trainer.evaluation.decoding_report import is_looping
 from examples.chitchat.corpus import (
     Conversation,
     as_messages,

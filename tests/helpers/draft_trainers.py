@@ -94,4 +94,6 @@ def assert_packed_documents_equal_their_own_rows(trainer):
 
 
 # The first step is the best one: the loss falls.
+# The first step is the best one: the loss falls.
 LOAD_BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+LOAD_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}

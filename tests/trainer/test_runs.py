@@ -10,7 +10,6 @@ from blockdraft.trainer.runs import train_draft
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 SAVING = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-LOAD_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}
 
 
 @pytest.mark.parametrize("settings", [LOAD_BEST, LOAD_BEST | {"load_best_model_at_end": False}])

@@ -1,6 +1,5 @@
 """Settings that several commands share. Like those of each command, they import nothing that takes time."""
 
-import json
 from dataclasses import dataclass
 
 from ..training_settings import setting
@@ -10,6 +9,7 @@ TEMPLATE_KWARGS = "JSON for the chat template, the same as at serving."
 HELD_OUT_ROWS = "Held-out chat rows: .jsonl, .json or .parquet files."
 MAX_LENGTH = "Longest row in tokens; longer ones are cut off."
 ENGINES = ("vllm", "sglang")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -18,13 +18,11 @@ class TargetArguments:
 
     target: str = setting("Target model: a directory or a Hub id.")
     target_revision: str | None = setting("Commit, tag or branch of the target.", default=None)
-    target_dtype: str = setting("Dtype of the target: auto (as saved), float32, bfloat16 or float16.", default="auto")
+    target_dtype: str = setting(
+        "Dtype of the target: auto (as saved), float32, bfloat16 or float16.", default="auto", choices=DTYPES
+    )
     target_device_map: str | None = setting("How to spread the target over devices, e.g. auto.", default=None)
     trust_remote_code: bool = setting("Run code that comes with the target or the draft.", default=False)
-
-    def __post_init__(self):
-        if self.target_dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"`target_dtype` is {self.target_dtype!r}; choose auto, float32, bfloat16 or float16.")
 
 
 @dataclass
@@ -67,29 +65,6 @@ class SamplingArguments:
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
 
 
-def read_json(name: str, value: dict | str | None) -> dict | None:
-    """A mapping given as JSON on the command line.
-
-    Raises:
-        ValueError: if the text is not a JSON object.
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        value = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`{name}` is not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"`{name}` must be a JSON object, not a {type(value).__name__}.")
-    return value
-
-
-def check_engine(name: str, engine: str | None) -> None:
-    """Raises a `ValueError` for a serving engine that is not known."""
-    if engine is not None and engine not in ENGINES:
-        raise ValueError(f"`{name}` is {engine!r}; choose {' or '.join(ENGINES)}.")
-
-
 @dataclass
 class DataArguments:
     """Chat rows and how they become token rows."""
@@ -117,11 +92,10 @@ class DataArguments:
         "What opens and what closes a thinking block (<think> </think>).", default=None
     )
     stop_token_ids: list[int] | None = setting("Tokens that end a turn (the tokenizer's eos).", default=None)
-    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
+    template_kwargs: dict | None = setting(TEMPLATE_KWARGS, default=None)
     max_bad_fraction: float = setting("Share of rows that may be unreadable.", default=0.0)
 
     def __post_init__(self):
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
         if self.data_mix and len(self.data_mix) != len(self.train_data):
             raise ValueError(
                 f"`data_mix` has {len(self.data_mix)} shares for {len(self.train_data)} sources in `train_data`."

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..training_settings import setting
-from .arguments import HELD_OUT_ROWS, MAX_LENGTH, TEMPLATE_KWARGS, SamplingArguments, TargetArguments, read_json
+from .arguments import HELD_OUT_ROWS, MAX_LENGTH, TEMPLATE_KWARGS, SamplingArguments, TargetArguments
 
 
 @dataclass
@@ -17,11 +17,10 @@ class CalibrateArguments:
     rounds: int = setting("Rounds to measure on; half as many are fitted on.", default=5000)
     max_new_tokens: int = setting("Longest answer in tokens.", default=256)
     max_length: int = setting(MAX_LENGTH, default=4096)
-    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
+    template_kwargs: dict | None = setting(TEMPLATE_KWARGS, default=None)
     output: str | None = setting("Folder for the figures and the reliability plot (the draft's).", default=None)
 
     def __post_init__(self):
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
         if self.num_prompts < 2 or self.rounds < 1:
             name, least = ("num_prompts", 2) if self.num_prompts < 2 else ("rounds", 1)
             raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least {least}.")
@@ -39,12 +38,11 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
 
     from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
     from ..evaluation.report_folder import write_calibration
-    from .opening import open_draft, open_prompts, open_target
+    from .opening import open_pair, open_prompts
 
     if not Path(args.draft).is_dir():
         raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is rewritten.")
-    target, tokenizer = open_target(target_args)
-    draft = open_draft(target, tokenizer, target_args, args.draft)
+    target, tokenizer, draft = open_pair(target_args, args.draft)
     fit, test = split_prompts(open_prompts(args, tokenizer))
     set_seed(sampling_args.seed)
     config = GenerationConfig(**sampling_args.generation())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..training_settings import setting
-from .arguments import DRAFT_REVISION, MAX_LENGTH, TEMPLATE_KWARGS, TargetArguments, check_engine, read_json
+from .arguments import DRAFT_REVISION, ENGINES, MAX_LENGTH, TEMPLATE_KWARGS, TargetArguments
 
 
 @dataclass
@@ -21,13 +21,11 @@ class DoctorArguments:
     num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=8)
     max_new_tokens: int = setting("Longest answer in tokens.", default=64)
     max_length: int = setting(MAX_LENGTH, default=4096)
-    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
-    engine: str | None = setting("Engine to check a DSpark draft for: vllm or sglang.", default=None)
+    template_kwargs: dict | None = setting(TEMPLATE_KWARGS, default=None)
+    engine: str | None = setting("Engine to check a DSpark draft for: vllm or sglang.", default=None, choices=ENGINES)
     output: str | None = setting("JSON file to write the findings to.", default=None)
 
     def __post_init__(self):
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
-        check_engine("engine", self.engine)
         for name in ("num_prompts", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")

@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..training_settings import setting
-from .arguments import (
-    DRAFT_REVISION,
-    HELD_OUT_ROWS,
-    MAX_LENGTH,
-    TEMPLATE_KWARGS,
-    ScheduleArguments,
-    TargetArguments,
-    read_json,
-)
+from .arguments import DRAFT_REVISION, HELD_OUT_ROWS, MAX_LENGTH, TEMPLATE_KWARGS, ScheduleArguments, TargetArguments
 
 
 @dataclass
@@ -26,7 +18,7 @@ class EvaluateArguments:
     num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=32)
     max_new_tokens: int = setting("Longest answer in tokens.", default=128)
     max_length: int = setting(MAX_LENGTH, default=4096)
-    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
+    template_kwargs: dict | None = setting(TEMPLATE_KWARGS, default=None)
     output: str | None = setting("JSON file to write the figures to.", default=None)
     card: str | None = setting(
         "Name of the data, e.g. owner/name or HumanEval: puts the figures into the card of `draft`, a directory.",
@@ -41,7 +33,6 @@ class EvaluateArguments:
     def __post_init__(self):
         from ...hub_cards.rules import is_hub_id  # which imports transformers
 
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
         if self.benchmark_task and not is_hub_id(self.card):
             raise ValueError(
                 f"`benchmark_task` belongs to a benchmark on the Hub, and `card` is {self.card!r}: name one there."
@@ -56,12 +47,11 @@ def run(target_args: TargetArguments, args: EvaluateArguments, schedule_args: Sc
     """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
     from ...hub_cards.card import CARD, add_to_card
     from ..evaluation.decoding import evaluate_decoding
-    from .opening import open_draft, open_prompts, open_schedule, open_target
+    from .opening import open_pair, open_prompts, open_schedule
 
     if args.card and not Path(args.draft, "config.json").is_file():
         raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
-    target, tokenizer = open_target(target_args)
-    draft = open_draft(target, tokenizer, target_args, args.draft, args.draft_revision)
+    target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision)
     prompts = open_prompts(args, tokenizer)
     schedule = open_schedule(schedule_args, target, draft, prompts[0])
     report = evaluate_decoding(target, draft, prompts, args.max_new_tokens, confidence_schedule=schedule)

@@ -1,11 +1,11 @@
 """`blockdraft export`."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from warnings import catch_warnings, simplefilter
 
 from ..training_settings import setting
-from .arguments import DRAFT_REVISION, check_engine
+from .arguments import DRAFT_REVISION, ENGINES
 
 
 @dataclass
@@ -15,22 +15,21 @@ class ExportArguments:
     draft: str = setting("The draft: a directory or a Hub id.")
     output: str | None = setting("Folder to write; not needed with `into`.", default=None)
     draft_revision: str | None = setting(DRAFT_REVISION, default=None)
-    format: str = setting("deepseek: `mtp.*` tensors as DeepSeek V4.1 releases them.", default="deepseek")
+    format: str = setting(
+        "deepseek: `mtp.*` tensors as DeepSeek V4.1 releases them.", default="deepseek", choices=("deepseek",)
+    )
     quantize: bool = setting("FP8 blocks and FP4 experts, as released, instead of bf16.", default=False)
     into: str | None = setting(
         "Target checkpoint, a directory, to add the draft to: a shard and a merged index; its other files are kept.",
         default=None,
     )
-    engine: str | None = field(
-        default=None, metadata={"help": "Engine to check the draft for: vllm or sglang.", "aliases": ["--for"]}
+    engine: str | None = setting(
+        "Engine to check the draft for: vllm or sglang.", default=None, choices=ENGINES, aliases=["--for"]
     )
 
     def __post_init__(self):
-        if self.format != "deepseek":
-            raise ValueError(f"`format` is {self.format!r}; the only one is deepseek.")
         if self.output is None and self.into is None:
             raise ValueError("Give the folder to write, `output`, or the target's, `into`.")
-        check_engine("for", self.engine)
 
 
 SETTINGS = {"Export": ExportArguments}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..training_settings import setting
-from .arguments import DRAFT_REVISION, SamplingArguments, ScheduleArguments, TargetArguments, read_json
+from .arguments import DRAFT_REVISION, SamplingArguments, ScheduleArguments, TargetArguments
 
 
 @dataclass
@@ -14,10 +14,7 @@ class GenerateArguments:
     prompt: str = setting("What the user says; the chat template is applied if the tokenizer has one.")
     draft_revision: str | None = setting(DRAFT_REVISION, default=None)
     max_new_tokens: int = setting("Longest answer in tokens.", default=256)
-    template_kwargs: dict | str | None = setting("JSON for the chat template.", default=None)
-
-    def __post_init__(self):
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
+    template_kwargs: dict | None = setting("JSON for the chat template.", default=None)
 
 
 SETTINGS = {
@@ -40,10 +37,9 @@ def run(
 
     from ...modeling.decoding.block_decoding import block_decode
     from ..data.loss_mask import apply_template
-    from .opening import open_draft, open_schedule, open_target
+    from .opening import open_pair, open_schedule
 
-    target, tokenizer = open_target(target_args)
-    draft = open_draft(target, tokenizer, target_args, args.draft, args.draft_revision)
+    target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision)
     set_seed(sampling_args.seed)
     if tokenizer.chat_template is None:
         inputs = tokenizer(args.prompt, return_tensors="pt")

@@ -19,23 +19,17 @@ NOTE = (
 TRAINING_NOTE = "--help_all adds the remaining settings of transformers.TrainingArguments."
 # The groups of `train --help` in which our settings stand beside those of transformers that are used most.
 TRAINING_GROUPS = {
-    "Steps and batches": """
-        max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed
-    """,
+    "Steps and batches": "max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed",
     "Objective": """
         loss_type num_anchors loss_decay_gamma prefix_weight_base ce_loss_alpha l1_loss_alpha confidence_head_alpha
         confidence_head_stop_gradient expert_bias_step
     """,
-    "Optimizer": """
-        learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm optim muon
-    """,
+    "Optimizer": "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm optim muon",
     "Precision, speed and memory": """
         bf16 use_cpu loss_chunk_size cache_features activation_checkpointing torch_compile
         train_sampling_strategy dataloader_num_workers ddp_timeout fsdp deepspeed
     """,
-    "Evaluation": """
-        eval_strategy eval_steps per_device_eval_batch_size eval_decode_prompts eval_max_new_tokens
-    """,
+    "Evaluation": "eval_strategy eval_steps per_device_eval_batch_size eval_decode_prompts eval_max_new_tokens",
     "Output, checkpoints and logs": """
         output_dir save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
         greater_is_better logging_steps report_to run_name disable_tqdm
@@ -55,22 +49,12 @@ class Setting(NamedTuple):
 
 
 def help_text(usage: str, description: str, settings: Mapping[str, type], everything: bool = False) -> str:
-    """
-    Args:
-        usage: the line that shows how the command is called.
-        description: what it does.
-        settings: by the title of its group, a dataclass; [`TrainingSettings`] is shown in groups of its own.
-        everything: whether settings of transformers that are rarely used are shown too.
-    """
+    """How a command is called, what it does and its `settings`, dataclasses by the title of their group;
+    [`TrainingSettings`] is shown in groups of its own, with `everything` including what is rarely used."""
     shortened = TrainingSettings in settings.values() and not everything
-    note = f"{TRAINING_NOTE} {NOTE}" if shortened else NOTE
-    parser = ArgumentParser(
-        usage=usage,
-        description=description,
-        epilog=note,
-        add_help=False,
-        formatter_class=partial(HelpFormatter, max_help_position=32),
-    )
+    formatter = partial(HelpFormatter, max_help_position=32)
+    parser = ArgumentParser(usage=usage, description=description, add_help=False, formatter_class=formatter)
+    parser.epilog = f"{TRAINING_NOTE} {NOTE}" if shortened else NOTE
     for title, dtype in settings.items():
         if dtype is TrainingSettings:
             for group, known in training_groups(everything).items():
@@ -114,7 +98,8 @@ def transformers_settings() -> dict[str, Setting]:
     module = ast.parse(Path(folder, "training_args.py").read_text(encoding="utf-8"))
     [cls] = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
     # A default may be a name that the class sets before it, by the version of torch: the last value is the newest's.
-    values = {node.targets[0].id: node.value for node in ast.walk(cls) if _is_assignment(node)}
+    assignments = (node for node in ast.walk(cls) if isinstance(node, ast.Assign))
+    values = {node.targets[0].id: node.value for node in assignments if isinstance(node.targets[0], ast.Name)}
     settings = {}
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
@@ -125,10 +110,6 @@ def transformers_settings() -> dict[str, Setting]:
             text = _with_default(_literal(metadata["help"]), _literal(default))
             settings[name] = Setting((f"--{name}",), ast.unparse(node.annotation), text)
     return settings
-
-
-def _is_assignment(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
 
 
 def _literal(node: ast.expr):

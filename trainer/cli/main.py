@@ -23,12 +23,7 @@ HELP, HELP_ALL, VERSION = ("-h", "--help"), ("--help_all", "--help-all"), "--ver
 
 
 def main(argv: list[str] | None = None) -> int:
-    """
-    Runs the command.
-
-    Returns:
-        Its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C.
-    """
+    """Runs the command. Returns its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C."""
     name, *argv = (sys.argv[1:] if argv is None else argv) or [None]
     if name is None or name in HELP:
         print(overview())
@@ -50,25 +45,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def overview() -> str:
     """What `blockdraft --help` prints."""
-    commands = [f"  {name:12}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: blockdraft COMMAND [CONFIG.yaml] [VALUE ...] [--key value ...]",
-            "",
-            *commands,
-            "",
-            "Settings come from a YAML file and from the command line, which wins.",
-            "`blockdraft COMMAND --help` lists those of a command, `blockdraft --version` prints the version.",
-        ]
-    )
+    commands = "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
+    return f"""usage: blockdraft COMMAND [CONFIG.yaml] [VALUE ...] [--key value ...]
+
+{commands}
+
+Settings come from a YAML file and from the command line, which wins.
+`blockdraft COMMAND --help` lists those of a command, `blockdraft --version` prints the version."""
 
 
 def call(name: str, argv: list[str]) -> int | None:
-    """Runs one command on its part of the command line.
-
-    Raises:
-        ValueError: if there is no such command, or it does not take what it is given.
-    """
+    """Runs one command on its part of the command line. Raises a `ValueError` if there is no such command, or it does
+    not take what it is given."""
     if name not in COMMANDS:
         raise ValueError(f"{name!r} is not a command; choose one of {', '.join(COMMANDS)}")
     command = import_module(f".{name}", __package__)
@@ -86,12 +74,9 @@ def call(name: str, argv: list[str]) -> int | None:
 
 
 def is_wrong_input(error: Exception) -> bool:
-    """
-    Whether an error is about what the user gave, so that its message says enough: a `ValueError`, an `OSError`, or a
-    configuration's refusal of a value, raised by our own modules or by a library that opens what it is given.
-
-    Once a function of torch has been entered, models are at work: what a library raises then is a fault.
-    """
+    """Whether an error is about what the user gave, so that its message says enough: a `ValueError`, an `OSError`, or
+    a configuration's refusal of a value, raised by our own modules or by a library that opens what it is given. Once a
+    function of torch has been entered, models are at work: what a library raises then is a fault."""
     from huggingface_hub.errors import StrictDataclassError
 
     if not isinstance(error, ValueError | OSError | StrictDataclassError):

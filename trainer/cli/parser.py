@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,26 +13,19 @@ from transformers import HfArgumentParser
 from ..training_settings import TrainingSettings
 
 
-def _complete(dtype: type) -> type:
-    if dtype is TrainingSettings:
-        from ..training_args import DraftTrainingArguments
-
-        return DraftTrainingArguments
-    return dtype
-
-
 class SettingsParser(HfArgumentParser):
-    """[`~transformers.HfArgumentParser`] with a YAML file under the command line; errors are `ValueError`s.
-
-    Args:
-        dataclass_types: whose fields are the settings. [`TrainingSettings`] stands for
-            [`~blockdraft.trainer.training_args.DraftTrainingArguments`], which is imported here as it takes seconds.
-        positionals: settings that may be given first, without their name.
-    """
+    """[`~transformers.HfArgumentParser`] with a YAML file under the command line; errors are `ValueError`s. Among the
+    dataclasses, [`TrainingSettings`] stands for [`DraftTrainingArguments`], which takes seconds to import. Settings in
+    `positionals` may be given first, without their name."""
 
     def __init__(self, dataclass_types: Iterable[type], positionals: Sequence[str] = ()):
-        dataclass_types = [_complete(dtype) for dtype in dataclass_types]
+        dataclass_types = list(dataclass_types)
+        if TrainingSettings in dataclass_types:
+            from ..training_args import DraftTrainingArguments
+
+            dataclass_types[dataclass_types.index(TrainingSettings)] = DraftTrainingArguments
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False)
+        self.register("type", dict, read_json)
         self.positionals = positionals
         known = [f for dtype in dataclass_types for f in fields(dtype) if f.init]
         self.settings = [f.name for f in known]
@@ -42,10 +36,7 @@ class SettingsParser(HfArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> tuple:
         """Instances of the dataclasses from `[CONFIG.yaml] [positionals] [--key value ...]`; the command line wins.
-
-        Raises:
-            ValueError: for an unknown setting, with the nearest known one, or a value that cannot be.
-        """
+        Raises a `ValueError` for an unknown setting, with the nearest known one, or a value that cannot be."""
         argv, given = list(argv), []
         if argv and argv[0].endswith((".yaml", ".yml")):
             given += self._read_yaml(Path(argv.pop(0)))
@@ -89,3 +80,14 @@ class SettingsParser(HfArgumentParser):
             else:
                 argv.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
         return argv
+
+
+def read_json(text: str) -> dict:
+    """A mapping given as JSON on the command line."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArgumentTypeError(f"not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"must be a JSON object, not a {type(value).__name__}.")
+    return value

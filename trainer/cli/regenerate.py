@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..training_settings import setting
-from .arguments import TEMPLATE_KWARGS, TargetArguments, read_json
+from .arguments import TEMPLATE_KWARGS, TargetArguments
 
 
 @dataclass
@@ -18,11 +18,8 @@ class RegenerateArguments:
     do_sample: bool | None = setting("Sample (true) or greedy (false); default: what the target says.", default=None)
     temperature: float | None = setting("Temperature of sampling; default: what the target says.", default=None)
     top_p: float | None = setting("Nucleus of sampling; default: what the target says.", default=None)
-    template_kwargs: dict | str | None = setting(TEMPLATE_KWARGS, default=None)
+    template_kwargs: dict | None = setting(TEMPLATE_KWARGS, default=None)
     seed: int = setting("Seed of sampling.", default=0)
-
-    def __post_init__(self):
-        self.template_kwargs = read_json("template_kwargs", self.template_kwargs)
 
 
 SETTINGS = {"Target": TargetArguments, "Answers": RegenerateArguments}

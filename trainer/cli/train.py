@@ -135,8 +135,7 @@ def run(
     from ..interrupt import SaveOnInterrupt
     from ..loading import check_shape, load_draft, new_draft, new_trainer
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
-    from .opening import open_target, target_commit
-    from .training_rows import training_rows
+    from .opening import open_target, open_training_rows, target_commit
 
     lora, shape = lora_args.lora_config(), draft_args.shape()
     draft_type = draft_args.draft_type or "dflash"
@@ -146,7 +145,7 @@ def run(
     set_seed(args.seed)
     target, tokenizer = open_target(target_args)
     commit = target_commit(target_args)
-    train_set, eval_set = training_rows(data_args, tokenizer, args)
+    train_set, eval_set = open_training_rows(data_args, tokenizer, args)
     args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
     answers = answers_of(data_args.train_data, target, tokenizer, commit)
     if draft_args.draft:

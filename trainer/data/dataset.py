@@ -159,9 +159,8 @@ def prepare_dataset(
 
 def _encode_batch(batch: dict[str, list], indices: list[int], encoder: RowEncoder, name: str, first: int) -> dict:
     rows = zip(examples(batch), indices, strict=True)
-    return columns(
-        [part for row, index in rows for part in encoder(row, f"{name}: row {index}", first + index)], ENCODED
-    )
+    encoded = [part for row, index in rows for part in encoder(row, f"{name}: row {index}", first + index)]
+    return columns(encoded, ENCODED)
 
 
 def _are_good(dropped: list[str], problem: list[str]) -> list[bool]:
@@ -169,11 +168,7 @@ def _are_good(dropped: list[str], problem: list[str]) -> list[bool]:
 
 
 def prepare_stream(
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    max_bad_fraction: float = 0.0,
-    **settings,
+    source: Source, tokenizer: PreTrainedTokenizerBase, max_length: int, max_bad_fraction: float = 0.0, **settings
 ) -> IterableDataset:
     """Chat rows as a stream of training rows like those of [`prepare_dataset`], encoded while they are read.
 
@@ -244,13 +239,9 @@ class _StreamEncoder:
 
 
 def mix(parts: Sequence[Dataset] | Sequence[IterableDataset], probabilities: Sequence[float], seed: int):
-    """Interleaves sets or streams: each next row comes from one of them, drawn with these probabilities.
-
-    Shorter parts start again until every row of every part was seen once. Give the parts different `id_prefix`es.
-
-    Raises:
-        ValueError: unless there is one positive probability for each part.
-    """
+    """Interleaves sets or streams: each next row comes from one of them, drawn with these probabilities. Shorter parts
+    start again until every row of every part was seen once. Give the parts different `id_prefix`es. Raises a
+    `ValueError` unless there is one positive probability for each part."""
     if len(probabilities) != len(parts) or not all(probability > 0 for probability in probabilities):
         raise ValueError(
             f"data_mix={list(probabilities)} must have one positive share for each of the {len(parts)} sources"
@@ -274,10 +265,8 @@ class DraftCollator:
             "loss_mask": _pad([row["loss_mask"] for row in rows], 0),
             "row_id": torch.tensor([stable_row_id(row["row_id"]) for row in rows]),
         }
-        for name in ("document_ids", "document_row_ids"):
-            if name in rows[0]:
-                batch[name] = _pad([row[name] for row in rows], 0)
-        return batch
+        packed = [name for name in ("document_ids", "document_row_ids") if name in rows[0]]
+        return batch | {name: _pad([row[name] for row in rows], 0) for name in packed}
 
 
 def _pad(rows: list, value: int) -> Tensor:

@@ -39,17 +39,9 @@ def stable_row_id(row_id: int | str) -> int:
 
 @dataclass
 class RowEncoder:
-    """Encodes chat rows.
-
-    Attributes:
-        tokenizer, assistant_turns, stop_token_ids, template_kwargs, train_on_thinking, thinking_tags: see
-            [`~blockdraft.trainer.data.loss_mask.encode_row`].
-        max_length: longer rows lose their end, in tokens.
-        id_prefix: keeps the row ids of sets apart that are joined or interleaved.
-
-    Raises:
-        ValueError: for an impossible setting.
-    """
+    """Encodes chat rows, with the settings of [`~blockdraft.trainer.data.loss_mask.encode_row`]. Rows longer than
+    `max_length` tokens lose their end; `id_prefix` keeps the row ids of sets apart that are joined or interleaved.
+    Raises a `ValueError` for an impossible setting."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
@@ -76,13 +68,8 @@ class RowEncoder:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def __call__(self, example: dict, where: str, default_id: int | str) -> list[dict]:
-        """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `problem` or `dropped`.
-
-        Args:
-            example: fields by name, or a line of JSON.
-            where: file and row, for messages.
-            default_id: its id if it has none of its own.
-        """
+        """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `dropped`, or in
+        `problem`, which begins with `where` it is. `default_id` is its id if it has none of its own."""
         encoded, dropped, problem, key = [EncodedRow([], [], False)], "", "", default_id
         try:
             row = read_row(example)

@@ -13,13 +13,8 @@ from torch import Tensor
 class FeatureCache:
     """
     A frozen target's states of rows, found by all that the target reads of a row: data sets that were joined may have
-    the same row ids.
-
-    The file has no name and vanishes with the process, so that no later run reads what another target wrote. Each rank
-    keeps the rows that it has seen.
-
-    Args:
-        directory (`Path`): where the file is; made if absent.
+    the same row ids. The file in `directory` has no name and vanishes with the process, so that no later run reads
+    what another target wrote. Each rank keeps the rows that it has seen.
     """
 
     def __init__(self, directory: Path):
@@ -34,16 +29,9 @@ class FeatureCache:
         self, inputs: dict[str, Tensor], compute: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """
-        What `compute(inputs)` returns, read from disk if every row of the batch has been computed before.
-
-        Args:
-            inputs: a batch with `input_ids` and `attention_mask` `[B, S]`, and `document_ids` `[B, S]` if the rows are
-                packed, padded on the right.
-            compute: returns tensors `[B, S, width]` of one dtype.
-
-        Returns:
-            The tensors, `[B, S, width]` on the device of `inputs`. Those read from disk are zero in the padding, and
-            may differ in the last bits from what this batch would give: the row was computed in another one.
+        What `compute(inputs)` returns for a batch padded on the right, tensors `[B, S, width]` of one dtype; read from
+        disk if every row has been computed before. Then they are zero in the padding, and may differ in the last bits
+        from what this batch would give, as a row was computed in another one.
         """
         lengths = inputs["attention_mask"].sum(-1).tolist()
         digests = _digests(inputs, lengths)
@@ -54,14 +42,11 @@ class FeatureCache:
         joined = torch.cat(states, dim=-1).cpu()
         for row, digest in enumerate(digests):
             if digest not in self._offsets:
-                self._append(digest, joined[row, : lengths[row]].contiguous())
+                data = _bytes(joined[row, : lengths[row]].contiguous())
+                self._offsets[digest] = self._file.seek(0, os.SEEK_END)
+                while data:
+                    data = data[self._file.write(data) :]
         return states
-
-    def _append(self, digest: bytes, states: Tensor) -> None:
-        data = _bytes(states)
-        self._offsets[digest] = self._file.seek(0, os.SEEK_END)
-        while data:
-            data = data[self._file.write(data) :]
 
     def _read(self, digests: list[bytes], lengths: list[int], attention_mask: Tensor) -> tuple[Tensor, ...]:
         states = torch.zeros(*attention_mask.shape, sum(self._widths), dtype=self._dtype)

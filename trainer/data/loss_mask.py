@@ -34,15 +34,12 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **k
         raise ValueError(f"messages: the chat template refuses them: {error}") from error
 
 
-def encode_turns(row: dict, tokenizer: PreTrainedTokenizerBase, assistant_turns: str = "all", **options):
-    """The rows that a conversation gives: one, or one for each supervised turn if `assistant_turns="all"` and the
-    template rewrites earlier turns (drops their thoughts): each turn is then learned as it was answered.
-
-    Args: those of [`encode_row`].
-
-    Returns:
-        List of [`EncodedRow`].
-    """
+def encode_turns(
+    row: dict, tokenizer: PreTrainedTokenizerBase, assistant_turns: str = "all", **options
+) -> list[EncodedRow]:
+    """The rows that a conversation gives, by [`encode_row`]: one, or one for each supervised turn if
+    `assistant_turns="all"` and the template rewrites earlier turns (drops their thoughts): each turn is then learned
+    as it was answered."""
     try:
         return [encode_row(row, tokenizer, assistant_turns, **options)]
     except RewrittenTurns:

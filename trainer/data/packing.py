@@ -11,16 +11,12 @@ PACK_BATCH = 2000  # rows among which those that fill a packed row are looked fo
 
 
 def pack_rows(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
-    """Packs training rows.
+    """Packs training rows, a set (in a cached `map`) or a stream, into rows of at most `max_length` tokens.
 
     Rows are neither cut nor left out: among each 2,000 rows in order, the longest first, each goes where it leaves the
     least room. A draft is trained on a packed row exactly as on its documents: same anchors, context, positions,
     labels and weights; `num_anchors` counts for each document. The target must keep documents apart, which the trainer
     checks on the first packed batch.
-
-    Args:
-        dataset: rows of `input_ids`, `loss_mask`, `row_id`: a set (packed in a cached `map`) or a stream.
-        max_length: longest packed row in tokens.
 
     Returns:
         Rows that have `document_ids` (1, 2, ... at each token) and `document_row_ids` (the ids of the rows that they

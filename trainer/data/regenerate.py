@@ -4,12 +4,13 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,20 +25,13 @@ BATCHES_A_WINDOW = 32  # rows are sorted by length among so many batches, so tha
 
 @dataclass
 class RegenerateReport:
-    """Rows by what became of them in this run.
+    """Rows by what became of them in this run."""
 
-    Attributes:
-        written: answers written, of which `stopped` ended with a stop token; the others reached `max_new_tokens`.
-        resumed: rows that the output already held.
-        too_long: rows left out because their prompt exceeds `max_prompt_length`.
-        completion_tokens: tokens in the written answers, stop tokens included.
-    """
-
-    written: int = 0
-    stopped: int = 0
-    resumed: int = 0
-    too_long: int = 0
-    completion_tokens: int = 0
+    written: int = 0  # answers
+    stopped: int = 0  # of these, with a stop token; the others reached `max_new_tokens`
+    resumed: int = 0  # rows that the output already held
+    too_long: int = 0  # rows left out because their prompt exceeds `max_prompt_length`
+    completion_tokens: int = 0  # in the written answers, stop tokens included
 
 
 @dataclass
@@ -102,9 +96,8 @@ def regenerate(
                 batch = window[start : start + batch_size]
                 for prompt, completion in zip(batch, _complete(target, batch, config), strict=True):
                     stopped = completion[-1] in config.eos_token_id
-                    output.write(
-                        json.dumps(_answered(prompt, completion, stopped, tokenizer), ensure_ascii=False) + "\n"
-                    )
+                    row = _answered(prompt, completion, stopped, tokenizer)
+                    output.write(json.dumps(row, ensure_ascii=False) + "\n")
                     report.written += 1
                     report.stopped += stopped
                     report.completion_tokens += len(completion)
@@ -237,19 +230,13 @@ def _read_prompt(row_id: int | str, row: dict, tokenizer, template_kwargs: dict)
 
 def _complete(target: PreTrainedModel, batch: list[_Prompt], config: GenerationConfig) -> list[list[int]]:
     """Each prompt's answer: the tokens up to the first stop token included, or `max_new_tokens` of them."""
-    width = max(len(prompt.ids) for prompt in batch)
-    input_ids = torch.full((len(batch), width), config.pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for i, prompt in enumerate(batch):
-        input_ids[i, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
-        attention_mask[i, width - len(prompt.ids) :] = 1
-    sequences: Tensor = target.generate(
-        input_ids=input_ids.to(target.device),
-        attention_mask=attention_mask.to(target.device),
-        generation_config=config,
-    )
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    prompts = [torch.tensor(prompt.ids, dtype=torch.long, device=target.device) for prompt in batch]
+    input_ids = pad(prompts, padding_value=config.pad_token_id)
+    attention_mask = pad([torch.ones_like(ids) for ids in prompts])
+    sequences = target.generate(input_ids, attention_mask=attention_mask, generation_config=config)
     answers = []
-    for tokens in sequences[:, width:].tolist():
+    for tokens in sequences[:, input_ids.shape[1] :].tolist():
         end = next((i for i, token in enumerate(tokens) if token in config.eos_token_id), len(tokens) - 1)
         answers.append(tokens[: end + 1])
     return answers
@@ -262,8 +249,5 @@ def _answered(prompt: _Prompt, completion: list[int], stopped: bool, tokenizer) 
         row["messages"] = [*row["messages"], {"role": "assistant", "content": text}]
     else:
         row["completion"] = text
-    return row | {
-        "finish_reason": "stop" if stopped else "length",
-        "prompt_ids": prompt.ids,
-        "completion_ids": completion,
-    }
+    row["finish_reason"] = "stop" if stopped else "length"
+    return row | {"prompt_ids": prompt.ids, "completion_ids": completion}

@@ -29,12 +29,9 @@ def open_rows(source: Source, streaming: bool = False) -> list[tuple[str, Datase
     A Hub dataset is named `owner/name[@revision][/config][:split]`, the split being `train` if not given; a folder is
     opened in the same way. JSONL and parquet are read in pieces; a JSON list is parsed as a whole.
 
-    Args:
-        source: a dataset, or one or more of these names.
-        streaming: open `datasets.IterableDataset`s, which are read while they are iterated.
-
     Returns:
-        `(name, dataset)` of each file or Hub dataset; error messages use the name.
+        `(name, dataset)` of each file or Hub dataset, with `streaming` a `datasets.IterableDataset`, which is read
+        while it is iterated; error messages use the name.
 
     Raises:
         ValueError: if something cannot be opened.

@@ -6,8 +6,7 @@ configured one is better beyond chance, the configuration is not the training's.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from ...modeling.draft.anchors import legal_anchors, legal_dspark_anchors, sampl
 from ...modeling.draft.block_targets import build_block_inputs, build_block_targets
 from ...modeling.target.target_features import capture_features, decoder_layers
 from ..data.dataset import DraftCollator
+from ..evaluation.decoding import changed
 from ..objectives.dflash import survival
 from ..objectives.slot_targets import supervised_slots
 from .findings import Check, Finding, fault, ok, warning
@@ -155,19 +155,6 @@ def _shift(rows: Tensor, places: int) -> Tensor:
     """`[B, S]` rows moved so many places to the front, zeros moving in."""
     width = rows.shape[1]
     return torch.nn.functional.pad(rows, (max(-places, 0), max(places, 0)))[:, max(places, 0) :][:, :width]
-
-
-@contextmanager
-def changed(config: PreTrainedConfig, **settings) -> Iterator[None]:
-    """A configuration with other values, for as long as the context is open."""
-    before = {name: getattr(config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 # ---- is another setting better? -------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ the stop would keep the rejections there and drop the acceptances: confidence wo
 
 import os
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from ...modeling.decoding.block_decoding import block_decode
 from ...modeling.saving.atomic_save import staged_directory
 from ..adapters import is_adapter, update_record
 from .calibration_report import BINS, INTERVAL, CalibrationReport, Reliability, ReliabilityBins
-from .decoding import answer_settings, eval_mode
+from .decoding import answer_settings, changed, decode_prompt, eval_mode
 
 logger = logging.get_logger(__name__)
 
@@ -43,19 +43,12 @@ EPSILON = 1e-8
 
 
 class DecodedRounds(NamedTuple):
-    """What calibration reads of n verification rounds with at least one labelled slot, of g drafted slots each.
+    """What calibration reads of n verification rounds with at least one labelled slot, of g drafted slots each."""
 
-    Attributes:
-        logits (`[n, g]` float64): raw confidence logits, 0 where there is no label.
-        accepted (`[n, g]` bool): whether verification accepted the slot and all before it.
-        labelled (`[n, g]` bool): whether that is known, see above; true for the leading slots of a round.
-        prompts (`[n]` int64): index of the round's prompt.
-    """
-
-    logits: Tensor
-    accepted: Tensor
-    labelled: Tensor
-    prompts: Tensor
+    logits: Tensor  # `[n, g]` float64: raw confidence logits, 0 where there is no label
+    accepted: Tensor  # `[n, g]` bool: whether verification accepted the slot and all before it
+    labelled: Tensor  # `[n, g]` bool: whether that is known, see above; true for the leading slots of a round
+    prompts: Tensor  # `[n]` int64: index of the round's prompt
 
 
 # ---- mathematics ----------------------------------------------------------------------------------------------------
@@ -68,7 +61,6 @@ def expected_calibration_error(survival: Tensor, labels: Tensor, bins: int = BIN
     Args:
         survival (`[..., n]`): probabilities; clamped to [1e-8, 1 - 1e-8].
         labels (`[n]` or `[..., n]`): 0 or 1.
-        bins: number of bins.
 
     Returns:
         `[...]` float64; NaN without samples.
@@ -126,29 +118,23 @@ def reliability(
     temperatures: Sequence[float] | None = None,
     bootstrap_samples: int = BOOTSTRAP_SAMPLES,
     seed: int = 0,
-    bins: int = BINS,
 ) -> Reliability:
-    """ECE by slot of decoded rounds, with the bootstrap interval of the mean and the bins of a reliability plot.
+    """ECE by slot of decoded rounds under these temperatures (default: all 1), with the bootstrap interval of the mean
+    and the bins of a reliability plot.
 
     The interval comes from `bootstrap_samples` draws of as many prompts as there are, with replacement: rounds of one
     answer are alike, so drawing rounds would make it too narrow. An ECE sums absolute gaps, to which drawing adds
     noise; the draws are therefore shifted so that their mean is the measured value.
-
-    Args:
-        rounds: n decoded rounds.
-        temperatures: one for each slot; default: 1.
-        bootstrap_samples, seed: of the interval.
-        bins: of the ECE.
     """
     survival = survival_probabilities(rounds.logits, temperatures)
     slots, count = survival.shape[1], int(rounds.prompts.max()) + 1
     weight = rounds.labelled.double()
     # Sums by prompt, slot and bin; everything else follows from these.
-    place = (rounds.prompts[:, None] * slots + torch.arange(slots)) * bins + _bin_of(survival, bins)
+    place = (rounds.prompts[:, None] * slots + torch.arange(slots)) * BINS + _bin_of(survival, BINS)
 
     def sums(values: Tensor) -> Tensor:
-        empty = torch.zeros(count * slots * bins, dtype=torch.float64)
-        return empty.scatter_add(0, place.flatten(), (values * weight).flatten()).view(count, slots, bins)
+        empty = torch.zeros(count * slots * BINS, dtype=torch.float64)
+        return empty.scatter_add(0, place.flatten(), (values * weight).flatten()).view(count, slots, BINS)
 
     number, confidence, accepted = sums(torch.ones_like(survival)), sums(survival), sums(rounds.accepted.double())
 
@@ -175,17 +161,17 @@ def reliability(
     return Reliability(by_slot.tolist(), by_slot.mean().item(), (low, high), filled)
 
 
-def perfect_ece(survival: Tensor, labelled: Tensor, bins: int = BINS) -> float:
+def perfect_ece(survival: Tensor, labelled: Tensor) -> float:
     """The mean ECE over slots that sampling alone would give: of labels drawn with exactly these probabilities.
 
     A bin's gap is then nearly normal, its variance the sum of a (1 - a), and the mean absolute value of a normal is
     sqrt(2 / pi) of its deviation. Rounds are assumed independent.
     """
-    place = torch.arange(survival.shape[1]) * bins + _bin_of(survival, bins)
-    variance = torch.zeros(survival.shape[1] * bins, dtype=torch.float64).scatter_add(
+    place = torch.arange(survival.shape[1]) * BINS + _bin_of(survival, BINS)
+    variance = torch.zeros(survival.shape[1] * BINS, dtype=torch.float64).scatter_add(
         0, place.flatten(), (survival * (1 - survival) * labelled).flatten()
     )
-    gaps = (2 / torch.pi * variance).sqrt().view(-1, bins).sum(-1)
+    gaps = (2 / torch.pi * variance).sqrt().view(-1, BINS).sum(-1)
     return (gaps / labelled.sum(0)).mean().item()
 
 
@@ -204,12 +190,11 @@ def label_rounds(
     Args:
         confidence_logits: for each round, one for each token it drafted; a round near the limit drafts fewer.
         accepted_lengths: tokens that each round committed, the bonus included, the prefill's token excluded.
-        answer_length: tokens of the answer, the prefill's included.
-        drafted: slots of a whole block.
+        answer_length, drafted: tokens of the answer, the prefill's included; slots of a whole block.
 
     Returns:
-        `logits` `[rounds, drafted]` float64, `accepted` and `labelled` `[rounds, drafted]` bool. A slot has a label
-        if it drafted a token for a position before the answer's last token.
+        `logits` float64, `accepted` and `labelled` bool, `[rounds, drafted]`. A slot has a label if it drafted a token
+        for a position before the answer's last token.
     """
     shape = (len(accepted_lengths), drafted)
     logits, labelled = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
@@ -234,35 +219,21 @@ def decode_rounds(
     description: str = "Decoding",
     disable_tqdm: bool | None = None,
 ) -> tuple[DecodedRounds, int]:
-    """Decodes prompts, one by one, until there are `rounds` labelled rounds or no prompts left.
-
-    The draft's temperatures are not applied and nothing is cut. The progress bar counts rounds.
-
-    Returns:
-        The rounds, and how many prompts they took.
-
-    Raises:
-        ValueError: if not a single round has a label.
-    """
+    """Decodes prompts, one by one, until there are `rounds` labelled rounds or no prompts left; returns the rounds and
+    how many prompts they took. The draft's temperatures are not applied and nothing is cut. Raises a `ValueError` if
+    not a single round has a label."""
     config = answer_settings(target, generation_config, max_new_tokens)
+    decode = partial(target.generate, custom_generate=block_decode, draft=draft)
     parts, found = [], 0
     with (
         eval_mode(target, draft),
-        _without_temperatures(draft),
+        changed(draft.config, confidence_temperatures=None),
         tqdm(total=rounds, desc=description, unit="round", disable=disable_tqdm) as bar,
     ):
         for index, prompt in enumerate(prompts):
-            input_ids = torch.tensor([list(prompt)], device=target.device)
-            output = target.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=config,
-                custom_generate=block_decode,
-                draft=draft,
-            )
-            length = output.sequences.shape[1] - len(prompt)
+            tokens, _, output = decode_prompt(target, decode, prompt, config)
             logits, accepted, labelled = label_rounds(
-                output.confidence_logits, output.accepted_lengths, length, draft.config.num_drafted
+                output.confidence_logits, output.accepted_lengths, len(tokens), draft.config.num_drafted
             )
             kept = labelled[:, 0]
             parts.append((logits[kept], accepted[kept], labelled[kept], torch.full((int(kept.sum()),), index)))
@@ -278,24 +249,11 @@ def decode_rounds(
     return DecodedRounds(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))), len(parts)
 
 
-@contextmanager
-def _without_temperatures(draft: PreTrainedModel) -> Iterator[None]:
-    temperatures = draft.config.confidence_temperatures
-    draft.config.confidence_temperatures = None
-    try:
-        yield
-    finally:
-        draft.config.confidence_temperatures = temperatures
-
-
 def split_prompts(
     prompts: Sequence[Sequence[int]], fit_share: float = FIT_SHARE, seed: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Shuffles prompts, without repetitions, into two parts: to fit on and to test on.
-
-    Raises:
-        ValueError: with fewer than two different prompts.
-    """
+    """Shuffles prompts, without repetitions, into two parts: to fit on and to test on. Raises a `ValueError` for fewer
+    than two different prompts."""
     unique = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
     if len(unique) < 2:
         raise ValueError(f"{len(unique)} different prompts are too few: calibration fits on some and tests on others.")
@@ -327,9 +285,6 @@ def calibrate(
         generation_config: of the answers, as they will be served; default: greedy.
         bootstrap_samples, seed: of the interval.
         disable_tqdm: hides the progress bars; `None` hides them if there is no terminal.
-
-    Returns:
-        [`CalibrationReport`].
 
     Raises:
         ValueError: without a confidence head, without prompts, with a prompt in both parts, or if a slot never gets a
@@ -380,11 +335,7 @@ def calibrate(
 def save_temperatures(draft: PreTrainedModel, temperatures: list[float], directory: str | os.PathLike) -> Path:
     """Writes temperatures into the draft's config, in memory and in the draft's directory, atomically, and mentions
     them in the card there; weights and other files are not touched. In an adapter's directory they go into the header
-    of its weights. Returns the file.
-
-    Raises:
-        ValueError: unless there is one positive temperature for each drafted token.
-    """
+    of its weights. Returns the file. Raises a `ValueError` unless there is one above 0 for each drafted token."""
     drafted = draft.config.num_drafted
     if len(temperatures) != drafted or not all(temperature > 0 for temperature in temperatures):
         raise ValueError(f"`temperatures` is {temperatures}: give {drafted} above 0, one for each drafted token.")

@@ -9,11 +9,8 @@ BINS, INTERVAL = 15, 0.95  # of a calibration error; level of its bootstrap inte
 
 @dataclass
 class ReliabilityBins:
-    """One slot's test rounds by survival, in equal bins of [0, 1]; empty bins are NaN.
-
-    Attributes:
-        rounds: number in each bin; `confidence`: their mean survival; `accepted`: the share that was accepted.
-    """
+    """One slot's test rounds by survival, in equal bins of [0, 1]: their number, mean survival and the share that was
+    accepted; empty bins are NaN."""
 
     rounds: list[int]
     confidence: list[float]
@@ -22,14 +19,8 @@ class ReliabilityBins:
 
 @dataclass
 class Reliability:
-    """How well survival matches acceptance on the test rounds.
-
-    Attributes:
-        ece_by_slot: expected calibration error of the survival up to each slot.
-        mean_ece: their mean, the headline.
-        interval: of that mean: bootstrap percentiles, prompts resampled, centred on it.
-        bins: of each slot.
-    """
+    """How well survival matches acceptance on the test rounds: the expected calibration error of the survival up to
+    each slot, their mean with its `interval` (bootstrap percentiles, prompts resampled), and the bins of each slot."""
 
     ece_by_slot: list[float]
     mean_ece: float

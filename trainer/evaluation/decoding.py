@@ -8,13 +8,13 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from ...modeling.decoding.block_decoding import block_decode
@@ -35,19 +35,9 @@ GENERATE, PLAIN_LOOP = "generate()", "plain loop"
 
 
 def held_out_prompts(dataset, n: int) -> list[list[int]]:
-    """Prompts of `n` rows, spread evenly over a training set; of all rows if there are fewer.
-
-    Args:
-        dataset: rows with `input_ids` and `loss_mask`, and `document_ids` if they are packed; has a length.
-        n: most prompts.
-
-    Returns:
-        Token ids before the last supervised run of each row, within its document. Rows whose document starts with the
-        answer are left out and counted in a warning.
-
-    Raises:
-        ValueError: if no row has a prompt.
-    """
+    """Prompts of `n` rows, spread evenly over a training set that has a length; of all rows if there are fewer: the
+    token ids before the last supervised run of each row, within its document. Rows whose document starts with the
+    answer are left out and counted in a warning. Raises a `ValueError` if no row has a prompt."""
     count = len(dataset)
     rows = [dataset[i] for i in (range(count) if count <= n else (i * count // n for i in range(n)))]
     prompts = [prompt for row in rows if (prompt := _prompt(row))]
@@ -89,16 +79,12 @@ def evaluate_decoding(
         confidence_schedule: which drafted tokens are verified; `None` for all.
         disable_tqdm: hides the progress bar; `None` hides it if there is no terminal.
 
-    Returns:
-        [`DecodingReport`].
-
     Raises:
         ValueError: without prompts, or if draft and target do not fit.
     """
-    served = [_Served(draft.config.block_size, confidence_schedule, _schedule_name(confidence_schedule))]
-    [report] = _evaluate(
-        target, draft, prompts, served, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
-    )
+    schedules = {_schedule_name(confidence_schedule): confidence_schedule}
+    settings = (max_new_tokens, generation_config, compare_with_plain, disable_tqdm)
+    [report] = compare_schedules(target, draft, prompts, schedules, *settings).values()
     return report
 
 
@@ -120,10 +106,7 @@ def fastest_block_size(
     """Which block size to serve a draft with: a shorter block than the trained one can be faster, as drafting and
     verifying cost less and late slots are seldom accepted.
 
-    Args:
-        block_sizes: at most the trained one; default: its quarters.
-        target, draft, prompts, max_new_tokens, generation_config, confidence_schedule, disable_tqdm: as in
-            [`evaluate_decoding`].
+    Args: those of [`evaluate_decoding`], and `block_sizes`: at most the trained one; default: its quarters.
 
     Returns:
         The size with the highest speed-up, and the report of each; [`decoding_table`] shows them side by side.
@@ -133,7 +116,7 @@ def fastest_block_size(
     """
     trained, name = draft.config.block_size, _schedule_name(confidence_schedule)
     sizes = sorted(set(block_sizes or (max(2, trained * quarter // 4) for quarter in range(1, 5))))
-    served = [_Served(size, confidence_schedule, name) for size in sizes]
+    served = [_Served(size, name, confidence_schedule) for size in sizes]
     reports = _evaluate(target, draft, prompts, served, max_new_tokens, generation_config, True, disable_tqdm)
     by_size = dict(zip(sizes, reports, strict=True))
     return max(by_size, key=lambda size: by_size[size].speedup), by_size
@@ -157,10 +140,7 @@ def compare_schedules(
     print(decoding_table([*compare_schedules(target, draft, prompts, schedules).values()]))
     ```
 
-    Args:
-        schedules: by the name to report; `None` verifies every drafted token.
-        target, draft, prompts, max_new_tokens, generation_config, compare_with_plain, disable_tqdm: as in
-            [`evaluate_decoding`].
+    Args: those of [`evaluate_decoding`], and `schedules`: by the name to report; `None` verifies every drafted token.
 
     Returns:
         The report of each, in the order given.
@@ -170,30 +150,33 @@ def compare_schedules(
     """
     if not schedules:
         raise ValueError("`schedules` is empty: give at least one, `None` stands for verifying everything.")
-    served = [_Served(draft.config.block_size, schedule, name) for name, schedule in schedules.items()]
-    reports = _evaluate(
-        target, draft, prompts, served, max_new_tokens, generation_config, compare_with_plain, disable_tqdm
-    )
-    return dict(zip(schedules, reports, strict=True))
+    served = [_Served(draft.config.block_size, name, schedule) for name, schedule in schedules.items()]
+    settings = (max_new_tokens, generation_config, compare_with_plain, disable_tqdm)
+    return dict(zip(schedules, _evaluate(target, draft, prompts, served, *settings), strict=True))
 
 
 @contextmanager
-def served_block_size(draft: PreTrainedModel, block_size: int) -> Iterator[None]:
-    """Lets a draft decode with a block no longer than the one it was trained with.
+def changed(config: PreTrainedConfig, **settings) -> Iterator[None]:
+    """A configuration with other values, for as long as the context is open."""
+    before = {name: getattr(config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
-    Raises:
-        ValueError: if `block_size` is longer, or leaves no slot to draft.
-    """
+
+def served_block_size(draft: PreTrainedModel, block_size: int) -> AbstractContextManager[None]:
+    """Lets a draft decode with a block no longer than the one it was trained with. Raises a `ValueError` if
+    `block_size` is longer, or leaves no slot to draft."""
     trained = draft.config.block_size
     if not 2 <= block_size <= trained:
         raise ValueError(
             f"`block_size` is {block_size}: this draft, trained on blocks of {trained}, serves 2 to {trained}."
         )
-    draft.config.block_size = block_size
-    try:
-        yield
-    finally:
-        draft.config.block_size = trained
+    return changed(draft.config, block_size=block_size)
 
 
 @contextmanager
@@ -230,13 +213,12 @@ def answer_settings(
     return config
 
 
-@dataclass
-class _Served:
+class _Served(NamedTuple):
     """One way to serve a draft: a column of a comparison."""
 
     block_size: int
-    schedule: Schedule | None
     schedule_name: str
+    schedule: Schedule | None
 
 
 def _schedule_name(schedule: Schedule | None) -> str:
@@ -247,12 +229,11 @@ def _schedule_name(schedule: Schedule | None) -> str:
     return OFF if schedule is None else type(schedule).__name__
 
 
-@dataclass
-class _Run:
-    """One call of one decoder: the answer, its wall-clock seconds, and what the decoder returned."""
+class Run(NamedTuple):
+    """One call of one decoder."""
 
-    tokens: list[int]
-    wall: float
+    tokens: list[int]  # of the answer
+    wall: float  # seconds
     output: ModelOutput
 
 
@@ -264,9 +245,6 @@ def _evaluate(
         raise ValueError("`prompts` must be token ids of at least one prompt, none of them empty.")
     config = answer_settings(target, generation_config, max_new_tokens)
 
-    def plain_loop(**inputs):
-        return plain_decode(target, **inputs)
-
     def with_draft(way: _Served, **inputs):
         with served_block_size(draft, way.block_size):
             return target.generate(
@@ -275,25 +253,26 @@ def _evaluate(
 
     decoders: dict[str | int, Callable] = {i: partial(with_draft, way) for i, way in enumerate(served)}
     if compare_with_plain:
-        decoders |= {GENERATE: target.generate, PLAIN_LOOP: plain_loop}
+        decoders |= {GENERATE: target.generate, PLAIN_LOOP: partial(plain_decode, target)}
     check_equality = compare_with_plain and not config.do_sample
 
     answers: list[list[Answer]] = [[] for _ in served]
     with eval_mode(target, draft):
         for decode in decoders.values():
-            _run(target, decode, prompts[0], config, min(max_new_tokens, WARM_UP_TOKENS))
+            decode_prompt(target, decode, prompts[0], config, max_new_tokens=min(max_new_tokens, WARM_UP_TOKENS))
         for index, prompt in enumerate(tqdm(prompts, desc="Decoding", disable=disable_tqdm)):
             order = random.Random(index).sample([*decoders], len(decoders))
-            runs = {name: _run(target, decoders[name], prompt, config) for name in order}
+            runs = {name: decode_prompt(target, decoders[name], prompt, config) for name in order}
             for i, column in enumerate(answers):
                 answer = _answer(runs, i, len(prompt))
                 if check_equality and answer.tokens != runs[GENERATE].tokens:
                     answer.difference = _difference(target, prompt, answer.tokens, runs[GENERATE].tokens, config)
                 column.append(answer)
+    device = target.device
     settings = {
         "max_new_tokens": max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": _device_name(target.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "tie_gap": KIMI_K3_TIE_GAP if target.config.model_type.startswith("kimi_k3") else TIE_GAP,
         "checks_equality": check_equality and target.dtype == torch.float32,
@@ -319,28 +298,20 @@ def _decoding(config: GenerationConfig, defaults: GenerationConfig) -> str:
     return " ".join(["sampling", *settings])
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _run(
-    target: PreTrainedModel,
-    decode: Callable,
-    prompt: Sequence[int],
-    config: GenerationConfig,
-    max_new_tokens: int | None = None,
-    **settings,
-) -> _Run:
+def decode_prompt(
+    target: PreTrainedModel, decode: Callable, prompt: Sequence[int], config: GenerationConfig, **settings
+) -> Run:
+    """Calls a decoder on one prompt, with `settings` in place of those of `config`."""
     config = copy.deepcopy(config)
-    config.update(max_new_tokens=max_new_tokens or config.max_new_tokens, **settings)
+    config.update(**settings)
     input_ids = torch.tensor([list(prompt)], device=target.device)
     start = time.perf_counter()
     output = decode(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
     tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
-    return _Run(tokens, time.perf_counter() - start, output)
+    return Run(tokens, time.perf_counter() - start, output)
 
 
-def _answer(runs: dict[str | int, _Run], way: int, prompt_length: int) -> Answer:
+def _answer(runs: dict[str | int, Run], way: int, prompt_length: int) -> Answer:
     run = runs[way]
     loop = run.output.seconds
     seconds = {"wall": run.wall} | {part: loop[part] for part in ("prefill", "target", "draft")}
@@ -360,6 +331,7 @@ def _difference(
     """Where an answer first differs from plain decoding, and how sure plain decoding was there."""
     pairs = enumerate(zip(tokens, plain, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(plain)))
-    scores = _run(target, target.generate, prompt, config, position + 1, output_scores=True).output.scores
+    settings = {"max_new_tokens": position + 1, "output_scores": True}
+    scores = decode_prompt(target, target.generate, prompt, config, **settings).output.scores
     best, second = scores[position][0].float().topk(2).values.tolist()
     return {"position": position, "gap": best - second}

@@ -6,12 +6,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from .looping import is_looping
-
 MAX_TIE_SHARE = 0.01
 OFF = "off"  # the confidence schedule that verifies every drafted token
 GREEDY = "greedy"
 HEADLINE = ("tau", "tau_without_loops", "looping_share", "speedup")
+
+
+def is_looping(token_ids: Sequence[int], n: int = 4, times: int = 4) -> bool:
+    """Whether an answer loops: the same `n` tokens come `times` times in a row, without a gap, anywhere in it.
+
+    Shorter periods that divide `n` (a single token repeated 16 times) are found as well. A looping answer is easy to
+    draft, so acceptance lengths are reported without such answers, too. Raises a `ValueError` for impossible numbers.
+    """
+    if n < 1 or times < 2:
+        raise ValueError(f"n must be at least 1 and times at least 2, got n={n} and times={times}.")
+    run = 0
+    for i in range(n, len(token_ids)):
+        run = run + 1 if token_ids[i] == token_ids[i - n] else 0
+        if run == n * (times - 1):
+            return True
+    return False
 
 
 @dataclass
@@ -131,8 +145,8 @@ class DecodingReport:
     @property
     def round_seconds(self) -> dict[str, float]:
         """Mean time of a round's parts: `target` (verification), `draft`, `rest`."""
-        rounds = len(self.accepted_lengths)
-        return {part: _ratio(self._seconds(part), rounds) for part in ("target", "draft", "rest")}
+        rounds, parts = len(self.accepted_lengths), ("target", "draft", "rest")
+        return {part: _ratio(sum(answer.seconds[part] for answer in self.answers), rounds) for part in parts}
 
     @property
     def plain_step_seconds(self) -> float:
@@ -157,26 +171,21 @@ class DecodingReport:
     def _total_tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self.answers)
 
-    def _seconds(self, part: str) -> float:
-        return sum(answer.seconds[part] for answer in self.answers)
-
     @property
     def protocol(self) -> dict[str, str | int]:
         """How this was measured: what must agree between numbers that are compared."""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        protocol = {
+        schedule = {} if self.confidence_schedule == OFF else {"confidence_schedule": self.confidence_schedule}
+        return {
             "decoding": self.decoding,
             "block_size": self.block_size,
-            "confidence_schedule": self.confidence_schedule,
+            **schedule,
             "prompts": len(self.answers),
             "max_new_tokens": self.max_new_tokens,
             "batch_size": 1,
             "dtype": self.dtype,
             "hardware": f"CPU ({threads})" if self.device == "cpu" else self.device,
         }
-        if self.confidence_schedule == OFF:
-            del protocol["confidence_schedule"]
-        return protocol
 
     def headline(self) -> dict:
         """What a model card shows, without what was not measured: a few of [`metrics`], the `protocol` and

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...hub_cards.plots import BLUE, GREY, ORANGE, acceptance_figure, new_axes, new_panels, shades
 from ...modeling.saving.atomic_save import staged_directory
-from .calibration_report import CalibrationReport, ReliabilityBins
+from .calibration_report import CalibrationReport
 from .decoding_report import DecodingReport, column_names, decoding_table, without_nan
 
 REPORT_NAME, CALIBRATION_NAME, RELIABILITY = "report", "calibration", "reliability.png"
@@ -23,7 +23,8 @@ CAPTIONS = {
 }
 TEXTS = tuple(f"{name}.{suffix}" for name in (REPORT_NAME, CALIBRATION_NAME) for suffix in ("md", "json"))
 MIN_BIN_ROUNDS = 10  # of a point in the reliability plot
-PART_COLOURS = {"target": BLUE, "draft": ORANGE, "rest": GREY}
+# The parts of a round: colour and label.
+PARTS = {"target": (BLUE, "target forward"), "draft": (ORANGE, "draft forward"), "rest": (GREY, "the loop's own work")}
 
 
 def write_report(
@@ -35,7 +36,6 @@ def write_report(
     """Writes `report.md`, `report.json` and the plots they name; files of an earlier report are replaced.
 
     Args:
-        folder: made if absent.
         log_history: `trainer.state.log_history`, for curves of the loss, of each slot's acceptance and of the experts'
             load, as far as these were logged; empty for a draft that was not trained here.
         reports: of one measurement, as [`fastest_block_size`] or [`compare_schedules`] returns them.
@@ -61,16 +61,8 @@ def write_report(
 
 
 def write_calibration(folder: str | os.PathLike, report: CalibrationReport, command: str | None = None) -> Path:
-    """Writes `calibration.md`, `calibration.json` and the reliability plot; files of an earlier one are replaced.
-
-    Args:
-        folder: made if absent.
-        report: of [`~blockdraft.trainer.evaluation.calibration.calibrate`].
-        command: what to run to measure this again.
-
-    Returns:
-        The path of `calibration.md`.
-    """
+    """Writes `calibration.md`, `calibration.json` and the reliability plot of what [`calibrate`] found; files of an
+    earlier one are replaced. `command` is what to run to measure this again. Returns the path of `calibration.md`."""
     text = [report.table(), report.summary(), *_measured_by(command), f"![Reliability]({RELIABILITY})"]
     values = {"command": command} | report.to_dict()
     plots = {RELIABILITY: reliability_plot(report)}
@@ -85,21 +77,17 @@ def reliability_plot(report: CalibrationReport):
     for axes, title, reliability in zip(panels, ("before", "after"), (report.before, report.after), strict=True):
         axes.plot([0, 1], [0, 100], color=GREY, linewidth=1, linestyle="--")
         for slot, (bins, colour) in enumerate(zip(reliability.bins, shades(len(reliability.bins)), strict=True), 1):
-            _plot_bins(axes, bins, colour, f"slot {slot}")
+            filled = [i for i, count in enumerate(bins.rounds) if count >= MIN_BIN_ROUNDS]
+            confidence = [bins.confidence[i] for i in filled]
+            shares = [100 * bins.accepted[i] for i in filled]
+            axes.plot(confidence, shares, color=colour, linewidth=1.2, label=f"slot {slot}")
+            areas = [4 + 120 * bins.rounds[i] / sum(bins.rounds) for i in filled]
+            axes.scatter(confidence, shares, areas, color=colour)
         axes.set_title(f"{title}: ECE {reliability.mean_ece:.3f}", fontsize=10)
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 100)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
-
-
-def _plot_bins(axes, bins: ReliabilityBins, colour, label: str) -> None:
-    rounds = sum(bins.rounds)
-    filled = [i for i, count in enumerate(bins.rounds) if count >= MIN_BIN_ROUNDS]
-    confidence = [bins.confidence[i] for i in filled]
-    shares = [100 * bins.accepted[i] for i in filled]
-    axes.plot(confidence, shares, color=colour, linewidth=1.2, label=label)
-    axes.scatter(confidence, shares, [4 + 120 * bins.rounds[i] / rounds for i in filled], color=colour)
 
 
 def remove_reports(folder: str | os.PathLike) -> None:
@@ -198,7 +186,7 @@ def _round_time(reports: list[DecodingReport]):
     for place, parts in enumerate(bars.values()):
         left = 0.0
         for part, seconds in parts.items():
-            axes.barh(place, 1e3 * seconds, 0.6, left=left, color=PART_COLOURS[part])
+            axes.barh(place, 1e3 * seconds, 0.6, left=left, color=PARTS[part][0])
             left += 1e3 * seconds
     axes.set_yticks(range(len(bars)), bars)
     axes.tick_params(axis="y", length=0)
@@ -206,7 +194,6 @@ def _round_time(reports: list[DecodingReport]):
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
     axes.invert_yaxis()
-    labels = {"target": "target forward", "draft": "draft forward", "rest": "the loop's own work"}
-    handles = [axes.barh(0, 0, color=colour, label=labels[part]) for part, colour in PART_COLOURS.items()]
+    handles = [axes.barh(0, 0, color=colour, label=label) for colour, label in PARTS.values()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
     return figure

@@ -24,19 +24,12 @@ FEWEST_SLOTS = 64
 
 
 class SlotLoss(NamedTuple):
-    """The loss of n slots, and how it depends on their predictions.
+    """The loss of n slots, and how it depends on their predictions."""
 
-    Attributes:
-        loss (`[n]`): without gradient.
-        outputs: predictions that require a gradient, of any shape; none under `torch.no_grad`.
-        gradients: of the summed loss, for each of `outputs`.
-        kept: `[n]` tensors to hand on, without gradient.
-    """
-
-    loss: Tensor
-    outputs: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    kept: Sequence[Tensor]
+    loss: Tensor  # `[n]`, without gradient
+    outputs: Sequence[Tensor]  # predictions that require a gradient, of any shape; none under `torch.no_grad`
+    gradients: Sequence[Tensor]  # of the summed loss, for each of `outputs`
+    kept: Sequence[Tensor]  # `[n]` tensors to hand on, without gradient
 
 
 def default_chunk_size(vocab_size: int, device_type: str) -> int:
@@ -52,16 +45,12 @@ def sum_over_slots(
     chunk_size: int,
     recompute: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Sums a loss over the supervised slots, `chunk_size` of them at a time.
-
-    The sum has a gradient, once, for `inputs` and for every leaf that `slot_loss` reads beside them, such as a trained
-    head's parameters or an adapter's.
+    """Sums a loss over the supervised slots of `targets`, `chunk_size` of them at a time. The sum has a gradient,
+    once, for `inputs` and for every leaf that `slot_loss` reads beside them, such as a trained head's parameters.
 
     Args:
         slot_loss: maps n slots of `inputs` to their loss.
-        targets ([`SlotTargets`]): which slots are supervised.
         inputs: tensors `[B * N * block_size, ...]`.
-        chunk_size (`int`): most slots at once.
         recompute (`bool`): run each chunk again in the backward pass instead. For parameters that are whole only while
             their module runs, as FSDP and ZeRO-3 have them.
 
@@ -73,16 +62,14 @@ def sum_over_slots(
     # Without a supervised slot there is one empty chunk: a zero that still reaches the draft's parameters, so that no
     # rank of a data-parallel run waits for the gradients of another.
     total, kept = run(slot_loss, index.split(chunk_size), inputs)
-    slots = []
-    for values in (torch.cat(chunks) for chunks in zip(*kept, strict=True)):
-        slots.append(values.new_zeros(shape.numel()).index_put_((index,), values).view(shape))
-    return total, *slots
+    joined = map(torch.cat, zip(*kept, strict=True))
+    return total, *(values.new_zeros(shape.numel()).index_put_((index,), values).view(shape) for values in joined)
 
 
 def _fused(
     slot_loss: Callable[..., SlotLoss], chunks: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, list[Sequence[Tensor]]]:
-    """The sum with the gradient that its chunks had, and what they keep."""
+    """The sum, with the gradient that its chunks had, and what they keep."""
     losses, kept = [], []
     input_gradients: dict[int, Tensor] = {}
     head_gradients: dict[Tensor, Tensor] = {}

@@ -7,10 +7,8 @@ Both objectives are one formula. Of a block at anchor a, `prefix` slots are know
   [`blockdraft.modeling.draft.prefix_lengths.sample_prefix_lengths`].
 
 Slot j is supervised where j >= prefix and the loss mask has its label, with weight `exp(-(j - prefix) / gamma)`, see
-[`blockdraft.trainer.objectives.slot_targets`]; the loss is the weighted mean over the whole batch. The objective of
-drafts whose slot 0 predicts too is in [`blockdraft.trainer.objectives.dspark`] and uses the parts that are here.
-
-Everything comes back as sums, so that a caller can divide by a weight gathered over accumulation steps and ranks.
+[`blockdraft.trainer.objectives.slot_targets`]; the loss is the weighted mean over the whole batch. Everything comes
+back as sums, so that a caller can divide by a weight gathered over accumulation steps and ranks.
 """
 
 from collections.abc import Callable
@@ -82,30 +80,16 @@ class BlockLoss:
 
 
 def survival(accepted: Tensor, supervised: Tensor) -> Tensor:
-    """How likely verification gets past each slot.
-
-    Args:
-        accepted (`[B, N, block_size]` bool or float): acceptance, or its probability, of each slot.
-        supervised (`[B, N, block_size]`): non-zero where a slot counts.
-
-    Returns:
-        `[B, N, block_size]` float32: product over the supervised slots up to and with this one. Unsupervised slots
-        (prefix, holes in the loss mask) do not stop it and are 0 themselves.
-    """
+    """How likely verification gets past each slot, `[B, N, block_size]` float32: the product of `accepted` (bool, or a
+    probability) over the slots up to and with this one that are `supervised` (non-zero). The others (prefix, holes in
+    the loss mask) do not stop it and are 0 themselves."""
     counted = supervised != 0
     return torch.where(counted, accepted.float(), 1.0).cumprod(-1) * counted
 
 
 def block_acceptance(accepted: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor]:
-    """How far verification would follow each block: [`survival`], summed.
-
-    Args:
-        accepted, supervised: those of [`survival`].
-
-    Returns:
-        `slot_accepted` (`[block_size]` float32), summed over blocks, and `valid_blocks` (`[]` int64), the number of
-        blocks with a supervised slot. Their tokens for each verification are `1 + slot_accepted.sum() / valid_blocks`.
-    """
+    """[`survival`] summed over blocks, `[block_size]` float32, and the number of blocks with a supervised slot, `[]`
+    int64. Verifying each block once commits `1 + survival.sum() / blocks` tokens."""
     return survival(accepted, supervised).sum((0, 1)), (supervised != 0).any(-1).sum()
 
 
@@ -115,16 +99,13 @@ def dflash_loss(
     targets: SlotTargets,
     chunk_size: int | None = None,
 ) -> BlockLoss:
-    """Weighted cross entropy of the draft's blocks, with its metrics.
-
-    Logits exist for supervised slots only, see [`~blockdraft.trainer.objectives.chunked_loss.sum_over_slots`].
+    """Weighted cross entropy of the draft's blocks; logits exist for supervised slots only, see [`sum_over_slots`].
 
     Args:
         hidden_states (`[B, N * block_size, H]`): the draft's last hidden state.
         compute_logits: maps `[n, H]` hidden states to `[n, vocabulary]` logits.
         targets ([`SlotTargets`]): labels and weights.
-        chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: by vocabulary and device,
-            see [`~blockdraft.trainer.objectives.chunked_loss.default_chunk_size`].
+        chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: [`default_chunk_size`].
 
     Returns:
         [`BlockLoss`], whose `loss_sum` has a gradient for `hidden_states` and for what `compute_logits` trains.
@@ -144,16 +125,20 @@ def dflash_loss(
     if chunk_size is None:
         chunk_size = default_chunk_size(compute_logits(flat[:1]).shape[-1], flat.device.type)
     inputs = (flat, targets.token_ids.flatten(), targets.weights.flatten())
-    loss_sum, correct = sum_over_slots(slot_loss, targets, inputs, chunk_size)
+    return BlockLoss(**block_sums(*sum_over_slots(slot_loss, targets, inputs, chunk_size), targets))
+
+
+def block_sums(loss_sum: Tensor, correct: Tensor, targets: SlotTargets) -> dict[str, Tensor]:
+    """The fields of [`BlockLoss`]; `correct` tells which slots `[B, N, block_size]` are right."""
     slot_accepted, valid_blocks = block_acceptance(correct, targets.supervised)
-    return BlockLoss(
-        loss_sum=loss_sum,
-        weight=targets.weights.sum(),
-        slot_valid=targets.supervised.sum((0, 1)),
-        slot_correct=(targets.supervised * correct).sum((0, 1)),
-        slot_accepted=slot_accepted,
-        valid_blocks=valid_blocks,
-    )
+    return {
+        "loss_sum": loss_sum,
+        "weight": targets.weights.sum(),
+        "slot_valid": targets.supervised.sum((0, 1)),
+        "slot_correct": (targets.supervised * correct).sum((0, 1)),
+        "slot_accepted": slot_accepted,
+        "valid_blocks": valid_blocks,
+    }
 
 
 def token_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

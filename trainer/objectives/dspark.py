@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .chunked_loss import SlotLoss, default_chunk_size, in_fp32, sum_over_slots
-from .dflash import BlockLoss, block_acceptance, cross_entropy_gradient, survival, token_probabilities
+from .dflash import BlockLoss, block_acceptance, block_sums, cross_entropy_gradient, survival, token_probabilities
 from .slot_targets import SlotTargets
 
 
@@ -36,25 +36,17 @@ class DSparkAlphas(NamedTuple):
 
 
 class SlotPredictions(NamedTuple):
-    """Predictions of n slots.
+    """Predictions of n slots."""
 
-    Attributes:
-        logits (`[n, vocabulary]`): the draft's, Markov head included.
-        teacher_logits (`[n, vocabulary]`, *optional*): the target's for the same token, if the terms need a teacher.
-        confidence (`[n]`, *optional*): logit of the confidence head, if its term is on.
-    """
-
-    logits: Tensor
-    teacher_logits: Tensor | None = None
-    confidence: Tensor | None = None
+    logits: Tensor  # `[n, vocabulary]`: the draft's, Markov head included
+    teacher_logits: Tensor | None = None  # `[n, vocabulary]`: the target's for the same token, if a term needs them
+    confidence: Tensor | None = None  # `[n]`: logit of the confidence head, if its term is on
 
 
 @dataclass
 class DSparkLoss(BlockLoss):
-    """Sums over a batch of blocks; all are detached but `loss_sum`, the weighted sum of the three terms.
-
-    Those of [`BlockLoss`] tell how often the draft's best token is the label. Those from `slot_compared` on compare
-    distributions; they are 0 where there is no teacher, the confidence ones also without a confidence head.
+    """[`BlockLoss`] with the weighted sum of the three terms as `loss_sum`, and more sums. Those from `slot_compared`
+    on compare distributions; they are 0 where there is no teacher, the confidence ones also without a confidence head.
 
     Attributes:
         ce_sum, l1_sum, confidence_sum (`[]`): the terms without their alphas, to be divided by `weight`.
@@ -85,8 +77,7 @@ class DSparkLoss(BlockLoss):
         return self.ce_sum / (self.weight + 1e-6)
 
     def metrics(self) -> dict[str, float]:
-        """Those of [`BlockLoss`], the terms, acceptance by slot as the target's distribution has it, and how far the
-        confidence is from it. Teacher-forced, hence optimistic."""
+        """Also the terms, acceptance by slot under the target's distribution, and how far the confidence is off."""
         weight = self.weight + 1e-6
         metrics = super().metrics() | {"ce_loss": self.cross_entropy.item()}
         if self.compared_blocks:
@@ -112,17 +103,15 @@ def dspark_loss(
     chunk_size: int | None = None,
     recompute: bool = False,
 ) -> DSparkLoss:
-    """The three terms over the supervised slots of a batch, with the acceptance diagnostics.
-
-    Logits of draft and teacher exist for `chunk_size` supervised slots at a time, see [`sum_over_slots`].
+    """The three terms over the supervised slots of a batch, with the acceptance diagnostics. Logits of draft and
+    teacher exist for `chunk_size` slots at a time, see [`sum_over_slots`].
 
     Args:
         predict: maps n slots of `inputs` to [`SlotPredictions`].
         inputs: what it reads, each `[B, N, block_size, ...]`.
         targets ([`SlotTargets`]): labels and weights, without a known prefix.
         alphas: weights of the terms; they also say which terms there are.
-        chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: by vocabulary and device,
-            see [`default_chunk_size`].
+        chunk_size (`int`, *optional*): most slots whose logits are held at once. Default: [`default_chunk_size`].
         recompute (`bool`): make the logits once more in the backward pass, see [`sum_over_slots`].
 
     Returns:
@@ -166,15 +155,9 @@ def dspark_loss(
         logits = predict(*(values[:1].detach() for values in flat[2:])).logits
         chunk_size = default_chunk_size(logits.shape[-1], logits.device.type)
     loss_sum, *terms, correct, accept, predicted = sum_over_slots(slot_loss, targets, flat, chunk_size, recompute)
-    slot_accepted, valid_blocks = block_acceptance(correct, mask)
     slot_survival, compared_blocks = block_acceptance(accept, compared)
     return DSparkLoss(
-        loss_sum=loss_sum,
-        weight=weights.sum(),
-        slot_valid=mask.sum((0, 1)),
-        slot_correct=(mask * correct).sum((0, 1)),
-        slot_accepted=slot_accepted,
-        valid_blocks=valid_blocks,
+        **block_sums(loss_sum, correct, targets),
         ce_sum=terms[0].sum(),
         l1_sum=terms[1].sum(),
         confidence_sum=terms[2].sum(),
@@ -192,11 +175,8 @@ def dspark_loss(
 def _logits_gradient(
     probabilities: Tensor, difference: Tensor | None, labels: Tensor, weight: Tensor, alphas: DSparkAlphas
 ) -> Tensor:
-    """Of cross entropy and distance, with alphas and weights summed over n slots, with respect to the logits.
-
-    With p the draft's distribution and s the sign of its difference from the teacher's, the distance's is
-    `p * (s - <p, s>)`. Written over `probabilities` and `difference`, both `[n, V]`.
-    """
+    """Of cross entropy and distance with respect to the logits, in the memory of `probabilities` and `difference`
+    `[n, V]`. With p the draft's distribution and s the difference's sign, the distance's is `p * (s - <p, s>)`."""
     if alphas.l1 == 0:
         return cross_entropy_gradient(probabilities, labels, alphas.ce * weight)
     signed = difference.sign_().mul_(probabilities)

@@ -9,19 +9,12 @@ from ...modeling.draft.block_targets import per_block
 
 
 class SlotTargets(NamedTuple):
-    """What the slots of a batch's blocks learn; made once a batch, before any forward.
+    """What the slots of a batch's blocks learn; made once a batch, before any forward."""
 
-    Attributes:
-        token_ids (`[B, N, block_size]` int64): each slot's label.
-        supervised (`[B, N, block_size]` float32): loss mask of the labels, 0 in the known prefix of each block.
-        weights (`[B, N, block_size]` float32): of each slot in the loss.
-        index (`[n]` int64): places of the n supervised slots among all `B * N * block_size`.
-    """
-
-    token_ids: Tensor
-    supervised: Tensor
-    weights: Tensor
-    index: Tensor
+    token_ids: Tensor  # `[B, N, block_size]` int64: each slot's label
+    supervised: Tensor  # `[B, N, block_size]` float32: loss mask of the labels, 0 in the known prefix of each block
+    weights: Tensor  # `[B, N, block_size]` float32: of each slot in the loss
+    index: Tensor  # `[n]` int64: places of the n supervised slots among all `B * N * block_size`
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "SlotTargets":
         """The same on another device. The host does not wait for the copies."""
@@ -31,16 +24,8 @@ class SlotTargets(NamedTuple):
 def slot_targets(
     token_ids: Tensor, mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None
 ) -> SlotTargets:
-    """Weighs the labels of a batch and finds those that count. On the CPU: other devices are waited for.
-
-    Args:
-        token_ids (`[B, N, block_size]` int64), mask (`[B, N, block_size]` float32): labels and their loss mask, of
-            [`~blockdraft.modeling.draft.block_targets.build_block_targets`] or `build_dspark_targets`.
-        prefix_lengths, gamma: as in [`slot_weights`].
-
-    Raises:
-        ValueError: `gamma` not above 0.
-    """
+    """Weighs the labels of a batch, the `token_ids` and `mask` of [`build_block_targets`] or [`build_dspark_targets`],
+    as [`slot_weights`] does, and finds those that count. On the CPU: other devices are waited for."""
     supervised = supervised_slots(mask, prefix_lengths)
     weights = slot_weights(mask, prefix_lengths, gamma)
     return SlotTargets(token_ids, supervised, weights, supervised.flatten().nonzero().flatten())
@@ -53,10 +38,8 @@ def supervised_slots(mask: Tensor, prefix_lengths: Tensor | int = 1) -> Tensor:
 
 
 def slot_weights(mask: Tensor, prefix_lengths: Tensor | int = 1, gamma: float | None = None) -> Tensor:
-    """Loss weights: `exp(-(j - prefix) / gamma)` on the supervised slots (DFlash, arXiv 2602.06036).
-
-    Late slots only count where the early ones were right, hence the decay. Known before any forward pass, so that a
-    trainer can sum the weights of an accumulation window first.
+    """Loss weights: `exp(-(j - prefix) / gamma)` on the supervised slots (DFlash, arXiv 2602.06036). Late slots only
+    count where the early ones were right, hence the decay.
 
     Args:
         mask (`[B, N, block_size]` float32): loss mask of the labels.

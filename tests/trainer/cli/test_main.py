@@ -44,7 +44,7 @@ def test_the_overview_names_every_command(capsys):
 
 def test_every_command_has_a_module_and_help(capsys):
     modules = {path.stem for path in Path(main.__code__.co_filename).parent.glob("*.py")}
-    assert modules - COMMANDS.keys() == {"__init__", "main", "arguments", "help", "opening", "parser", "training_rows"}
+    assert modules - COMMANDS.keys() == {"__init__", "main", "arguments", "help", "opening", "parser"}
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         out = capsys.readouterr().out
@@ -93,7 +93,12 @@ def test_the_package_and_its_module_are_the_command():
             ["train", "--target", "t", "--train_data", "y", "--draft", "d", "--block_size", "4"],
             "leave out block_size.",
         ),
-        (["evaluate", "t", "d", "--data", "x", "--template_kwargs", "{{"], "`template_kwargs` is not valid JSON"),
+        (["evaluate", "t", "d", "--data", "x", "--template_kwargs", "{{"], "--template-kwargs: not valid JSON"),
+        (["generate", "t", "d", "hi", "--template_kwargs", "[1]"], "must be a JSON object, not a list."),
+        (
+            ["generate", "t", "d", "hi", "--target_dtype", "half"],
+            "--target-dtype: invalid choice: 'half' (choose from ",
+        ),
         (["train", "--target", "t", "--train_data", "y", "--lora_r", "4"], "name it as `draft`."),
         (["train", "--target", "t", "--train_data", "y", "--use_dora"], "`use_dora` belongs to an adapter"),
         (
@@ -135,8 +140,8 @@ def test_the_package_and_its_module_are_the_command():
         (["calibrate", "t", "d", "--data", "x", "--top_p", "0"], "`top_p` is 0.0: it must lie above 0"),
         (["generate", "{tmp}", "d", "hi"], "tokenizer"),  # none in there: refused by transformers
         (["export", "d"], "Give the folder to write, `output`, or the target's, `into`."),
-        (["export", "d", "o", "--format", "gguf"], "`format` is 'gguf'; the only one is deepseek."),
-        (["export", "d", "o", "--for", "llama.cpp"], "`for` is 'llama.cpp'; choose vllm or sglang."),
+        (["export", "d", "o", "--format", "gguf"], "--format: invalid choice: 'gguf' (choose from "),
+        (["export", "d", "o", "--for", "gguf"], "--for: invalid choice: 'gguf' (choose from "),
     ],
 )
 def test_wrong_input_is_one_line(argv, message, tmp_path, target_dir, data_file, capsys):

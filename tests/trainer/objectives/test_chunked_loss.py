@@ -245,7 +245,7 @@ def test_default_chunk_size_follows_vocabulary_and_device():
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_chunk_without_slots_is_refused(tmp_path, size):
-    with pytest.raises(ValueError, match="`loss_chunk_size` is .*at least 1"):
+    with pytest.raises(ValueError, match="`loss_chunk_size` is .*must be positive"):
         DraftTrainingArguments(str(tmp_path), loss_chunk_size=size)
     assert DraftTrainingArguments(str(tmp_path)).loss_chunk_size is None
 
