@@ -1,8 +1,8 @@
 """What cards say of a draft: read off its settings, in words, whatever its family."""
 
 import pytest
-from cards import TARGET, V41, config, dspark_config, table_of
-from third_draft import ThirdConfig, add_third_family
+from cards import TARGET, V41, config, dspark_config, table_of, third_config
+from kimi_k3_dspark import add_kimi_k3_dspark
 
 from blockdraft.hub_cards.card import make_card
 from blockdraft.hub_cards.facts import facts, limits, recipe
@@ -28,13 +28,12 @@ def test_what_only_dspark_has():
 
 def test_a_draft_of_another_family(monkeypatch):
     """A line in the table of families gives it a card."""
-    add_third_family(monkeypatch)
-    heads = {"confidence_head": True, "sliding_window": 4, "num_full_attention_layers": 1, "model_type": "third"}
-    card = make_card(ThirdConfig.from_dict(config(num_hidden_layers=3).to_dict() | heads))
+    add_kimi_k3_dspark(monkeypatch)
+    card = make_card(third_config(num_hidden_layers=3, sliding_window=4, num_full_attention_layers=1))
     known = table_of(card, "What it is")
     assert known["Markov head"] == "rank 4" and known["confidence temperatures by slot"] == "not calibrated"
     assert known["context window"] == "4 tokens; the last layer sees the whole context" and "experts" not in known
-    assert "# DSpark draft for Qwen/Qwen3-0.6B" in card and "- third\n- kimi_k3\n" in card
+    assert "# DSpark draft for Qwen/Qwen3-0.6B" in card and "- kimi_k3_dspark\n- kimi_k3\n" in card
     assert "ConfidenceThreshold" in card and "`blockdraft calibrate`" in card
 
 

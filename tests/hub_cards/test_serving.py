@@ -1,8 +1,8 @@
 """Who decodes with a draft: what cards say of transformers' own loop and of engines."""
 
 import pytest
-from cards import V41, code_of, config, dspark_config
-from third_draft import ThirdConfig, add_third_family
+from cards import V41, code_of, config, dspark_config, third_config
+from kimi_k3_dspark import add_kimi_k3_dspark
 
 from blockdraft.hub_cards.card import make_card
 from blockdraft.hub_cards.serving import has_released_layout, masked_slots_are_alike, serving
@@ -31,15 +31,15 @@ def test_engines_read_what_is_in_the_released_layout(monkeypatch):
     assert "SGLang feeds it the state before it" in text
     assert "for DeepSeek V4.1 targets only" in serving(dspark_config(), "me/mine")
     assert "vLLM 0.33.0 and SGLang 0.5.23 do not read it: they know no DFlash drafts" in serving(config(), "me/mine")
-    add_third_family(monkeypatch)
-    third = ThirdConfig.from_dict(config().to_dict() | {"model_type": "third"})
+    add_kimi_k3_dspark(monkeypatch)
+    third = third_config()
     assert "know no DSpark drafts with Kimi K3's attention (MLA). Decode with" in serving(third, "me/mine")
     assert [has_released_layout(known) for known in (here, config(), third)] == [True, False, False]
 
 
 def test_masked_slots_that_nothing_tells_apart(monkeypatch):
-    add_third_family(monkeypatch)
-    third = ThirdConfig.from_dict(config().to_dict() | {"model_type": "third"})
+    add_kimi_k3_dspark(monkeypatch)
+    third = third_config()
     given = [config(), config(is_causal=True), config(sliding_window=4), dspark_config(), third]
     assert [masked_slots_are_alike(one) for one in given] == [True, False, False, False, False]
     third.markov_rank = None

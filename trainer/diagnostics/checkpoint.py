@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -17,6 +17,7 @@ from ..loading import check_draft
 from .findings import Check, Finding, fault, ok, skipped
 
 OBJECTS = ("auto_map", "target", "objective", "training")  # settings that hold settings
+LOGGED = ("accuracy", "estimated_tau")
 CANNOT_BE = (ValueError, TypeError, StrictDataclassError)
 
 
@@ -40,8 +41,33 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
 # ---- configuration and weights --------------------------------------------------------------------------------------
 
 
-def read_settings(folder: Path) -> tuple[dict, DraftFamily]:
-    """`config.json` as it is stored, and the family that it names. Raises a `ValueError` if it is not a draft's."""
+def load_leniently(folder: Path) -> tuple[PreTrainedConfig | None, PreTrainedModel | None, list[Finding]]:
+    """Loads what can be loaded of a draft that may be broken.
+
+    Returns:
+        Configuration and draft, in evaluation mode on the CPU, each `None` where it cannot be; and the findings
+        "configuration" and "weights".
+
+    Raises:
+        ValueError: if the folder holds no draft of ours.
+    """
+    stored, family = _read_settings(folder)
+    config, finding = _read_config(family.config, stored)
+    findings = [finding.of("configuration", "Correct config.json, or save the draft again.")]
+    if config is None:
+        return None, None, findings
+    settings = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        draft, info = family.model.from_pretrained(folder, **settings)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        unreadable = fault(f"they cannot be read: {' '.join(str(error).split())}")
+        return config, None, [*findings, unreadable.of("weights", "Save or download the draft again.")]
+    fix = "Save the draft again after its training. Delete an embedding or LM head: the target's own is used."
+    return config, draft.eval(), [*findings, _loading(info).of("weights", fix)]
+
+
+def _read_settings(folder: Path) -> tuple[dict, DraftFamily]:
+    """`config.json` as it is stored, and the family that it names."""
     path, families = folder / "config.json", {family.model_type: family for family in FAMILIES.values()}
     if not path.is_file():
         raise ValueError(f"`draft`: {folder} has no config.json, so it holds no draft.")
@@ -65,27 +91,6 @@ def _read_object(path: Path) -> dict:
     return stored
 
 
-def load_leniently(folder: Path) -> tuple[PreTrainedConfig | None, PreTrainedModel | None, list[Finding]]:
-    """Loads what can be loaded of a draft that may be broken.
-
-    Returns:
-        Configuration and draft, in evaluation mode on the CPU, each `None` where it cannot be; and the findings
-        "configuration" and "weights".
-    """
-    stored, family = read_settings(folder)
-    config, finding = _read_config(family.config, stored)
-    findings = [finding.of("configuration", "Correct config.json, or save the draft again.")]
-    if config is None:
-        return None, None, findings
-    settings = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
-    try:
-        draft, info = family.model.from_pretrained(folder, **settings)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        unreadable = fault(f"they cannot be read: {' '.join(str(error).split())}")
-        return config, None, [*findings, unreadable.of("weights", "Save or download the draft again.")]
-    return config, draft.eval(), [*findings, _loading(info).of("weights", "Save the draft again after its training.")]
-
-
 def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrainedConfig | None, Finding]:
     """The configuration; where it contradicts itself, what it says under the draft's own names, not the engines'."""
     try:
@@ -106,14 +111,16 @@ def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrained
 
 def _loading(info: dict) -> Finding:
     """From `output_loading_info`."""
-    problems = []
-    for what, names in (
-        ("missing, so they are random", info["missing_keys"]),
-        ("unknown, so they are not used", info["unexpected_keys"]),
-        ("of another shape, so they are random", [key[0] for key in info["mismatched_keys"]]),
-    ):
-        if names := sorted(names):
-            problems.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}")
+    lists = {
+        "missing, so they are random": info["missing_keys"],
+        "unknown, so they are not used": info["unexpected_keys"],
+        "of another shape, so they are random": [key[0] for key in info["mismatched_keys"]],
+    }
+    problems = [
+        f"{len(names)} tensors are {what}: {', '.join(sorted(names)[:3])}{', ...' * (len(names) > 3)}"
+        for what, names in lists.items()
+        if names
+    ]
     return fault("; ".join(problems)) if problems else ok("every tensor of the draft is there, and no other")
 
 
@@ -123,31 +130,18 @@ def logged_training(folder: Path) -> dict[str, float]:
     Raises:
         ValueError: if the file that should hold them is damaged.
     """
-    checkpoint, names = Path(get_last_checkpoint(folder) or folder), ("accuracy", "estimated_tau")
+    checkpoint = Path(get_last_checkpoint(folder) or folder)
     for path in (checkpoint / TRAINER_STATE_NAME, folder / TRAINER_STATE_NAME, folder / f"{REPORT_NAME}.json"):
         if path.is_file():
             try:
-                history = _read_object(path)["log_history"]
-                found = [{name: float(logs[name]) for name in names} for logs in history if logs.keys() >= set(names)]
+                logs = [log for log in _read_object(path)["log_history"] if log.keys() >= set(LOGGED)]
+                return {name: float(logs[-1][name]) for name in LOGGED} if logs else {}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} holds no readable `log_history`: {error!r}") from error
-            return found[-1] if found else {}
     return {}
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def _stray_head(folder: Path) -> Finding:
-    names = []
-    try:
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                names += file.keys()
-    except SafetensorError:
-        return skipped("the weights cannot be read")
-    stray = [name for name in names if {"lm_head", "embed_tokens"} & set(name.split("."))]
-    return fault(f"the checkpoint holds {', '.join(stray[:3])}") if stray else ok("no embedding, no LM head")
 
 
 def check_code(folder: Path) -> Finding:
@@ -187,7 +181,6 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Finding:
 
 
 FILES = (
-    Check("stray head", "folder", _stray_head, "Delete it: the target's own is used; a copy can be stale or untied."),
-    Check("code", "folder", check_code, "Save the draft with its own `save_pretrained`, or upload the .py files too."),
-    Check("chat template", "folder tokenizer", _chat_template, "Serve with the draft's, or train with this one."),
+    Check("code", check_code, "Save the draft with its own `save_pretrained`, or upload the .py files too."),
+    Check("chat template", _chat_template, "Serve with the draft's, or train with this one."),
 )
