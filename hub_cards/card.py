@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -45,24 +45,30 @@ def write_card(
     directory: str | os.PathLike,
     config: PreTrainedConfig,
     metrics: Mapping[str, Mapping] | None = None,
+    adapter: Mapping | None = None,
     **terms: str,
 ) -> Path:
     """
-    Writes `README.md` of a draft and, where there are figures, `metrics.json` with them, `acceptance.png` if
-    acceptance by slot is known, and `.eval_results/tau.yaml` for benchmarks of the Hub: the same bytes for the same
-    arguments.
+    Writes `README.md` of a draft, or of an adapter of one, and, where there are figures, `metrics.json` with them,
+    `acceptance.png` if acceptance by slot is known, and `.eval_results/tau.yaml` for benchmarks of the Hub: the same
+    bytes for the same arguments.
 
     Args:
         directory (`str` or `os.PathLike`):
-            The saved draft.
+            The saved draft or adapter.
         config (`DraftConfig`):
-            The draft's config. From it come target, objective and recipe, and with that licence and data sets.
+            The draft's config; for an adapter the base draft's, with the adapter's recipe in `training`. From it come
+            target, objective and recipe, and with that licence and data sets.
         metrics (`Mapping[str, Mapping]`, *optional*):
             By data set, what `DecodingReport.headline()` returns, or a list of such, one for each protocol; see
             [`~blockdraft.hub_cards.results.read_results`].
+        adapter (`Mapping`, *optional*):
+            Of an adapter: `base` and `base_revision` (the base draft on the Hub, and its commit), `peft_type` ("LoRA"
+            or "DoRA"), `r`, `trainable_parameters`, `total_parameters`.
         terms (`str`, *optional*):
             `license`, and for `"other"` `license_name` and `license_link`, in place of the config's; see
-            [`~blockdraft.hub_cards.rules.check_license`]. Without any, the card points to the target's terms.
+            [`~blockdraft.hub_cards.rules.check_license`]. Without any, the card points to the terms of the target, or
+            of the base draft.
 
     Returns:
         `Path`: the card.
@@ -70,27 +76,22 @@ def write_card(
     Raises:
         ValueError: if licence, data sets or metrics cannot go into a card; the message says why.
     """
-    return _write(directory, make_card(config, metrics, **terms), metrics)
-
-
-def write_adapter_card(
-    directory: str | os.PathLike,
-    config: PreTrainedConfig,
-    adapter: Mapping,
-    metrics: Mapping[str, Mapping] | None = None,
-    **terms: str,
-) -> Path:
-    """
-    Writes the card of an adapter, as [`write_card`] does that of a draft.
-
-    Args:
-        config (`DraftConfig`):
-            The base draft's, with the adapter's recipe in `training`.
-        adapter (`Mapping`):
-            `base` and `base_revision` (the base draft on the Hub, and its commit), `peft_type` ("LoRA" or "DoRA"),
-            `r`, `trainable_parameters`, `total_parameters`.
-    """
-    return _write(directory, make_adapter_card(config, adapter, metrics, **terms), metrics)
+    directory, page, results = Path(directory), make_card(config, metrics, adapter, **terms), read_results(metrics)
+    curves = [(result.curve_label, result.acceptance) for result in results if result.acceptance]
+    entries = eval_result_entries_to_yaml(benchmark_entries(results))
+    with staged_directory(directory) as staging:
+        (staging / CARD).write_text(page, encoding="utf-8")
+        if metrics:
+            (staging / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        if curves:
+            write_acceptance_plot(staging / ACCEPTANCE_PLOT, curves)
+        if entries:
+            (staging / EVALUATION).parent.mkdir()
+            (staging / EVALUATION).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
+    for name, written in ((METRICS, metrics), (ACCEPTANCE_PLOT, curves), (EVALUATION, entries)):
+        if not written:  # what is there belongs to other weights
+            (directory / name).unlink(missing_ok=True)
+    return directory / CARD
 
 
 def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
@@ -131,89 +132,86 @@ def _saved_metrics(directory: str | os.PathLike) -> dict:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def _write(directory: str | os.PathLike, page: str, metrics: Mapping[str, Mapping] | None) -> Path:
-    results = read_results(metrics)
-    curves = [(f"{result.data}, {tau}", result.acceptance) for result, tau in _with_acceptance(results)]
-    entries = eval_result_entries_to_yaml(benchmark_entries(results))
-    with staged_directory(directory) as staging:
-        (staging / CARD).write_text(page, encoding="utf-8")
-        if metrics:
-            (staging / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-        if curves:
-            write_acceptance_plot(staging / ACCEPTANCE_PLOT, curves)
-        if entries:
-            (staging / EVALUATION).parent.mkdir()
-            (staging / EVALUATION).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
-    for name, written in ((METRICS, metrics), (ACCEPTANCE_PLOT, curves), (EVALUATION, entries)):
-        if not written:  # what is there belongs to other weights
-            (Path(directory) / name).unlink(missing_ok=True)
-    return Path(directory) / CARD
-
-
-def make_card(config: PreTrainedConfig, metrics: Mapping[str, Mapping] | None = None, **terms: str) -> str:
-    """Text of a draft's card; the arguments are those of [`write_card`]."""
-    results = read_results(metrics)
-    # The Hub knows adapter, merge, quantized and finetune. A draft is what an adapter is, a small part that is trained
-    # beside a frozen model and is nothing without it. Listed as a finetune it would be offered in the model's place.
-    data = _metadata(config, target_id(config), "transformers", results, terms)
-    loop = {"loop_id": "draft_id", "loop_commit": "commit", "loop_owner": "this repository"}
-    return _render("draft_card.md", config, data, results, facts=facts(config), **loop)
-
-
-def make_adapter_card(
-    config: PreTrainedConfig, adapter: Mapping, metrics: Mapping[str, Mapping] | None = None, **terms: str
+def make_card(
+    config: PreTrainedConfig,
+    metrics: Mapping[str, Mapping] | None = None,
+    adapter: Mapping | None = None,
+    **terms: str,
 ) -> str:
-    """Text of an adapter's card; the arguments are those of [`write_adapter_card`]."""
-    results, kind = read_results(metrics), " ".join(adapter["peft_type"].split())
-    base = adapter["base"] if is_hub_id(adapter["base"]) else None
-    revision = adapter["base_revision"] if base else None
+    """Text of a card; the arguments are those of [`write_card`]."""
+    results, record, target, family = read_results(metrics), config.target or {}, target_id(config), family_of(config)
+    if adapter is not None and not is_hub_id(adapter["base"]):  # a place on its author's machine
+        adapter = {**adapter, "base": None, "base_revision": None}
+    data = _metadata(config, results, adapter, terms)
+    unnamed = f"a {text(record.get('architecture') or 'causal')} language model"
+    revision = git_revision(record.get("revision")) if target else None
+    page = _templates.get_template("draft_card.md" if adapter is None else "adapter_card.md").render(
+        metadata=data.to_yaml(),
+        method=family.method.name,
+        paper=family.method.paper,
+        repository=THIS_REPOSITORY,
+        target_name=target or unnamed,
+        target_link=_link(target) if target else unnamed,
+        target_id=target or "path/to/the/target",
+        revision=f', revision="{revision}"' if revision else "",
+        confidence=config.to_dict().get("confidence_head"),
+        needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
+        native_path=not decoding_limits(config),
+        transformers_version=TRANSFORMERS_VERSION,
+        drafted=config.num_drafted,
+        results=results,
+        figures={name: label for name, label in FIGURES.items() if any(name in r.figures for r in results)},
+        plot="; ".join(f"{result.data}: {result.shares_text}" for result in results if result.acceptance),
+        plot_name=ACCEPTANCE_PLOT,
+        serving=serving(config, f'"{THIS_REPOSITORY}"'),
+        training=recipe(config),
+        limits=limits(config),
+        license_note=_license_note(data),
+        **({"facts": facts(config)} if adapter is None else _of_adapter(config, adapter)),
+    )
+    return re.sub(r"\n{3,}", "\n\n", page).rstrip("\n") + "\n"
+
+
+def _of_adapter(config: PreTrainedConfig, adapter: Mapping) -> dict:
+    """What the template of adapters has beside that of drafts."""
+    base, revision = adapter["base"], adapter["base_revision"]
     trained, total = adapter["trainable_parameters"], adapter["total_parameters"]
     share = f"{trained / total:.2%}"
     of_adapter = {
         "base draft": base,
         "its revision": revision,
-        "adapter": f"{kind}, rank {adapter['r']}",
+        "adapter": f"{adapter['peft_type']}, rank {adapter['r']}",
         "trained": f"{trained:,} of {total:,} parameters ({share})",
     }
-    data = _metadata(config, base, "peft", results, terms, tags=[kind.lower()])
-    return _render(
-        "adapter_card.md",
-        config,
-        data,
-        results,
-        loop_id="base_id",
-        loop_commit="base_commit",
-        loop_owner="the base draft's repository",
-        facts={name: text(value) for name, value in of_adapter.items() if value} | facts(config),
-        peft_type=text(kind),
-        base_id=base or "path/to/the/base/draft",
-        base_link=_link(base) if base else "it was trained on",
-        base_revision=git_revision(revision),
-        trained=share,
-    )
+    return {
+        "facts": {name: text(value) for name, value in of_adapter.items() if value} | facts(config),
+        "peft_type": text(adapter["peft_type"]),
+        "base_id": base or "path/to/the/base/draft",
+        "base_link": _link(base) if base else "it was trained on",
+        "base_revision": git_revision(revision),
+        "trained": share,
+    }
 
 
 def _metadata(
-    config: PreTrainedConfig,
-    base_model: str | None,
-    library: str,
-    results: list[DecodingResult],
-    terms: Mapping[str, str],
-    tags: Sequence[str] = (),
+    config: PreTrainedConfig, results: list[DecodingResult], adapter: Mapping | None, terms: Mapping[str, str]
 ) -> ModelCardData:
     recorded, target, family = config.training or {}, target_id(config), family_of(config)
     check_datasets(datasets := recorded.get("datasets") or [])
-    entries = model_index(results)
+    # The Hub knows adapter, merge, quantized and finetune. A draft is what an adapter is, a small part that is trained
+    # beside a frozen model and is nothing without it. Listed as a finetune it would be offered in the model's place.
+    base, entries = target if adapter is None else adapter["base"], model_index(results)
+    kinds = [] if adapter is None else [" ".join(adapter["peft_type"].split()).lower()]
     return ModelCardData(
-        base_model=base_model,
-        base_model_relation="adapter" if base_model else None,
+        base_model=base,
+        base_model_relation="adapter" if base else None,
         datasets=datasets or None,
         eval_results=entries or None,
         model_name=f"{(target or 'target').split('/')[-1]}-{family.method.name}" if entries else None,
-        library_name=library,
+        library_name="transformers" if adapter is None else "peft",
         pipeline_tag="text-generation",
-        tags=[*TAGS, family.method.name.lower(), config.model_type, family.backbone, *tags],
-        **_terms(terms or recorded, base_model or target),
+        tags=[*TAGS, family.method.name.lower(), config.model_type, family.backbone, *kinds],
+        **_terms(terms or recorded, base or target),
     )
 
 
@@ -238,40 +236,6 @@ def _license_note(data: ModelCardData) -> str:
     return f"The weights are licensed under {text(data.license)}."
 
 
-def _render(
-    template: str, config: PreTrainedConfig, data: ModelCardData, results: list[DecodingResult], **values
-) -> str:
-    record, target, method = config.target or {}, target_id(config), family_of(config).method
-    unnamed = f"a {text(record.get('architecture') or 'causal')} language model"
-    revision = git_revision(record.get("revision")) if target else None
-    plotted = [f"{result.data}: {_shares(result)}" for result, _ in _with_acceptance(results)]
-    page = _templates.get_template(template).render(
-        metadata=data.to_yaml(),
-        method=method.name,
-        paper=method.paper,
-        repository=THIS_REPOSITORY,
-        target_name=target or unnamed,
-        target_link=_link(target) if target else unnamed,
-        target_id=target or "path/to/the/target",
-        revision=f', revision="{revision}"' if revision else "",
-        confidence=config.to_dict().get("confidence_head"),
-        needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
-        native_path=not decoding_limits(config),
-        transformers_version=TRANSFORMERS_VERSION,
-        drafted=config.num_drafted,
-        results=results,
-        figures={name: label for name, label in FIGURES.items() if any(name in r.figures for r in results)},
-        plot="; ".join(plotted),
-        plot_name=ACCEPTANCE_PLOT,
-        serving=serving(config, f'"{THIS_REPOSITORY}"'),
-        training=recipe(config),
-        limits=limits(config),
-        license_note=_license_note(data),
-        **values,
-    )
-    return re.sub(r"\n{3,}", "\n\n", page).rstrip("\n") + "\n"
-
-
 def name_repository(card: str, repo_id: str) -> str:
     """A card with the name of its own repository in every place that is kept for it."""
     return card.replace(THIS_REPOSITORY, repo_id)
@@ -290,16 +254,3 @@ def check_card(page: str) -> None:
 
 def _link(repo_id: str) -> str:
     return f"[{repo_id}](https://huggingface.co/{repo_id})"
-
-
-def _with_acceptance(results: list[DecodingResult]) -> list[tuple[DecodingResult, str]]:
-    """Results whose acceptance by slot is known, and what else to say of their curve."""
-    return [
-        (result, f"tau {result.figures['tau']:.2f}" if "tau" in result.figures else result.protocol["decoding"])
-        for result in results
-        if result.acceptance
-    ]
-
-
-def _shares(result: DecodingResult) -> str:
-    return ", ".join(f"{100 * share:.0f}" for share in result.acceptance) + " %"

@@ -57,6 +57,16 @@ class DecodingResult:
         parts = [words.format(self.protocol[key]) for key, words in PROTOCOL.items() if key in self.protocol]
         return " ".join(", ".join(parts).split())
 
+    @property
+    def curve_label(self) -> str:
+        return f"{self.data}, " + (
+            f"tau {self.figures['tau']:.2f}" if "tau" in self.figures else self.protocol["decoding"]
+        )
+
+    @property
+    def shares_text(self) -> str:
+        return ", ".join(f"{100 * share:.0f}" for share in self.acceptance) + " %"
+
     def figure_text(self, name: str) -> str:
         """A table cell."""
         if name not in self.figures:
