@@ -14,7 +14,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from .repository_files import checkpoint_files, published_files
-from .retries import PublishError
 from .upload import publish
 
 logger = logging.get_logger(__name__)
@@ -55,7 +54,6 @@ class CheckpointPublisher:
         self._waiting = self._left_by_an_earlier_run()  # snapshots, oldest first
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._job: Future | None = None
 
     def submit(self, checkpoint: str | os.PathLike) -> None:
         """Queues the upload of a complete checkpoint, which may be deleted from then on."""
@@ -64,12 +62,11 @@ class CheckpointPublisher:
         except Exception as error:  # whatever happens to an upload, training goes on
             self._failed(error)
         else:
-            self._job = self._thread.submit(self._upload)
+            self._thread.submit(self._upload)
 
     def wait(self) -> None:
         """Returns when no upload is on its way."""
-        if self._job is not None:
-            self._job.result()
+        self._thread.submit(lambda: None).result()
 
     def finish(self) -> None:
         """Waits for what is on its way, tries once more what still waits, and drops what does not succeed."""
@@ -88,17 +85,19 @@ class CheckpointPublisher:
     def publish(self, directory: str | os.PathLike, **kwargs) -> CommitInfo:
         """Publishes a saved draft after what is on its way; the arguments are those of [`publish`]. Raises what that
         raises."""
-        self.wait()
+        return self.start(directory, **kwargs).result()
+
+    def start(self, directory: str | os.PathLike, **kwargs) -> Future:
+        """[`~CheckpointPublisher.publish`] in the thread."""
+        return self._thread.submit(self._push, directory, **kwargs)
+
+    def _push(self, directory: str | os.PathLike, **kwargs) -> CommitInfo:
         try:
             self.published, self.error = self._publish(directory, **kwargs), None
-        except (PublishError, ValueError) as error:
+        except Exception as error:
             self.error = error
             raise
         return self.published
-
-    def start(self, directory: str | os.PathLike, **kwargs) -> Future:
-        """[`~CheckpointPublisher.publish`] in the thread, after what is on its way."""
-        return self._thread.submit(self._publish, directory, **kwargs)
 
     def _upload(self) -> None:
         """Uploads the newest checkpoint that waits; with `all_checkpoints`, those before it beside it."""
@@ -114,12 +113,11 @@ class CheckpointPublisher:
             folders = {snapshot.name: snapshot for snapshot in batch}
         message = f"Training in progress, step {newest.name.rpartition('-')[-1]}"
         try:
-            commit = self._publish(newest, commit_message=message, checkpoints=folders)
+            self._push(newest, commit_message=message, checkpoints=folders)
         except Exception as error:  # whatever happens to an upload, training goes on
             self._failed(error)
             self._add(batch, first=True)
         else:
-            self.published, self.error = commit, None
             self._drop(batch)
 
     def _failed(self, error: Exception) -> None:
@@ -137,9 +135,9 @@ class CheckpointPublisher:
 
     def _snapshot(self, checkpoint: Path) -> Path:
         """The checkpoint's files under the same name elsewhere: deleting the checkpoint does not touch them."""
-        files = published_files(checkpoint)
+        files = {*published_files(checkpoint)}
         if self._strategy in WITH_CHECKPOINTS:
-            files = sorted({*files, *checkpoint_files(checkpoint)})
+            files |= {*checkpoint_files(checkpoint)}
         with self._lock:
             self._staging.mkdir(exist_ok=True)
             place = Path(tempfile.mkdtemp(dir=self._staging, prefix=self._prefix))
@@ -160,8 +158,7 @@ class CheckpointPublisher:
     def _left_by_an_earlier_run(self) -> list[Path]:
         """What a run that was cut off did not publish, if every checkpoint is to go up. The rest is deleted: a newer
         checkpoint replaces it, or it was on its way to another repository."""
-        places = [*self._staging.iterdir()] if self._staging.is_dir() else []
-        waiting = []
+        places, waiting = [*self._staging.glob("*")], []
         if self._strategy == HubStrategy.ALL_CHECKPOINTS:
             left = sorted(self._staging.glob(f"*/{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: path.stat().st_mtime)
             waiting = [snapshot for snapshot in left if snapshot.parent.name.startswith(self._prefix)]

@@ -98,7 +98,7 @@ def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None
     """Writes the card of a saved draft again, for a config that is about to replace the one in the directory and with
     the metrics there. A card that was edited by hand is kept beside it."""
     _keep_edited(directory, type(config).from_pretrained(directory))
-    write_card(directory, config, _saved_metrics(directory))
+    write_card(directory, config, saved_metrics(directory))
 
 
 def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
@@ -112,7 +112,7 @@ def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: st
         headline (`Mapping`): what `DecodingReport.headline()` returns.
     """
     _keep_edited(directory, config)
-    metrics = _saved_metrics(directory)
+    metrics = saved_metrics(directory)
     earlier = metrics.get(data, [])
     earlier = [earlier] if isinstance(earlier, Mapping) else earlier
     kept = [result for result in earlier if result["protocol"] != headline["protocol"]]
@@ -122,12 +122,13 @@ def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: st
 def _keep_edited(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
     """Copies a card that is not the one that config and metrics give, before another one replaces it, and warns."""
     card = Path(directory) / CARD
-    if card.exists() and card.read_bytes() != make_card(config, _saved_metrics(directory)).encode():
+    if card.exists() and card.read_bytes() != make_card(config, saved_metrics(directory)).encode():
         edited = shutil.copy2(card, f"{card}.edited")
         logger.warning(f"The card is replaced. It had been edited: the edited one is kept, unpublished, as {edited}.")
 
 
-def _saved_metrics(directory: str | os.PathLike) -> dict:
+def saved_metrics(directory: str | os.PathLike) -> dict:
+    """`metrics.json` beside a card; empty if nothing was measured."""
     file = Path(directory) / METRICS
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 

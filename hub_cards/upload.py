@@ -5,26 +5,26 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedModel
 
-from .card import CARD, check_card, name_repository, write_card
-from .measurements import (
+from .card import CARD, METRICS, check_card, name_repository, saved_metrics, write_card
+from .repository_files import (
     ADAPTER_CONFIG,
     LOADED,
     MEASURED,
     MODEL,
     WEIGHTS,
-    is_model_of,
+    checkpoint_files,
+    is_local_path,
     is_one_of,
-    measured_in,
-    measured_on_the_hub,
+    model_at,
+    model_in,
+    published_files,
 )
-from .repository_files import checkpoint_files, is_local_path, published_files
 from .retries import PublishError, with_retries
 from .rules import is_hub_id
 
@@ -98,7 +98,7 @@ def publish(
         left = [name for name in there if name not in new]
         stale = [name for name in left if name.startswith(folders) or is_one_of(name, LOADED)]
         measured = [name for name in left if is_one_of(name, MEASURED)]
-        if measured and not is_model_of(api, repo, head.sha, additions):
+        if measured and model_at(api, repo, head.sha) != model_in(additions):
             stale += measured
         return api.create_commit(
             repo,
@@ -147,12 +147,23 @@ def publish_model(
 
 def _measured(source: str, saved: Path, repo_id: str, token: str | bool | None) -> dict | None:
     """`metrics.json` of the place that a draft was loaded from, if the draft there is the one that was `saved` now."""
+
+    def on_the_hub(api: HfApi) -> dict | None:
+        try:
+            commit = api.model_info(source).sha
+            metrics = saved_metrics(Path(api.hf_hub_download(source, METRICS, revision=commit)).parent)
+        except (RepositoryNotFoundError, RemoteEntryNotFoundError):  # gone since then, or nothing was measured
+            return None
+        return metrics if model_at(api, source, commit) == _model(saved) else None
+
     if os.path.isdir(source):
-        return measured_in(source, saved)
-    if not is_hub_id(source):
-        return None
-    additions = [_addition(saved, path.name) for path in saved.iterdir() if is_one_of(path.name, MODEL)]
-    return with_retries(partial(measured_on_the_hub, source, additions), repo_id, token)
+        metrics = saved_metrics(source)
+        return metrics if metrics and _model(Path(source)) == _model(saved) else None
+    return with_retries(on_the_hub, repo_id, token) if is_hub_id(source) else None
+
+
+def _model(directory: Path) -> dict:
+    return model_in(_addition(directory, file.name) for file in directory.iterdir() if is_one_of(file.name, MODEL))
 
 
 def prepare_repository(api: HfApi, repo_id: str, private: bool | None) -> str:

@@ -16,8 +16,7 @@ from transformers import AutoModel
 
 from blockdraft.hub_cards import retries
 from blockdraft.hub_cards.card import name_repository, write_card
-from blockdraft.hub_cards.measurements import MEASURED
-from blockdraft.hub_cards.repository_files import published_files
+from blockdraft.hub_cards.repository_files import MEASURED, published_files
 from blockdraft.hub_cards.retries import PublishError
 from blockdraft.hub_cards.upload import publish
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
