@@ -16,15 +16,15 @@ from transformers.utils import logging
 
 from ..modeling.families import family_of
 from ..modeling.saving.atomic_save import staged_directory
-from .facts import facts, git_revision, limits, recipe, target_id, text
+from .facts import facts, git_revision, recipe, target_id, text
 from .plots import write_acceptance_plot
 from .results import FIGURES, DecodingResult, benchmark_entries, model_index, read_results
 from .rules import OTHER, check_datasets, check_license, is_hub_id
-from .serving import OWN_TARGET_TYPES, decoding_limits, serving
+from .serving import OWN_TARGET_TYPES, decoding_limits, engine_misfits_of, masked_slots_are_alike
 
 CARD, METRICS, ACCEPTANCE_PLOT = "README.md", "metrics.json", "acceptance.png"
 EVALUATION = ".eval_results/tau.yaml"  # where the Hub looks for figures of its benchmarks
-# What a card calls its own repository. No repository can have this name, so a push can fill it in wherever it stands.
+# What a card calls its own repository. No repository can have this name, so a push fills it in wherever it is.
 THIS_REPOSITORY = "<this repository>"
 TARGETS_TERMS = "terms-of-the-base-model"
 TRANSFORMERS_VERSION = "5.24"
@@ -141,57 +141,35 @@ def make_card(
 ) -> str:
     """Text of a card; the arguments are those of [`write_card`]."""
     results, record, target, family = read_results(metrics), config.target or {}, target_id(config), family_of(config)
-    if adapter is not None and not is_hub_id(adapter["base"]):  # a place on its author's machine
-        adapter = {**adapter, "base": None, "base_revision": None}
-    data = _metadata(config, results, adapter, terms)
-    unnamed = f"a {text(record.get('architecture') or 'causal')} language model"
-    revision = git_revision(record.get("revision")) if target else None
+    if adapter is not None:
+        base = adapter["base"] if is_hub_id(adapter["base"]) else None  # no place on its author's machine
+        adapter = {**adapter, "base": base, "base_revision": git_revision(adapter["base_revision"]) if base else None}
     page = _templates.get_template("draft_card.md" if adapter is None else "adapter_card.md").render(
-        metadata=data.to_yaml(),
-        method=family.method.name,
-        paper=family.method.paper,
+        config=config,
+        settings=config.to_dict(),
+        record=record,
+        method=family.method,
+        backbone=family.backbone,
+        metadata=_metadata(config, results, adapter, terms),
         repository=THIS_REPOSITORY,
-        target_name=target or unnamed,
-        target_link=_link(target) if target else unnamed,
-        target_id=target or "path/to/the/target",
-        revision=f', revision="{revision}"' if revision else "",
-        confidence=config.to_dict().get("confidence_head"),
+        target=target,
+        target_name=target or f"a {text(record.get('architecture') or 'causal')} language model",
+        revision=git_revision(record.get("revision")) if target else None,
+        adapter=adapter,
         needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
-        native_path=not decoding_limits(config),
         transformers_version=TRANSFORMERS_VERSION,
-        drafted=config.num_drafted,
         results=results,
         figures={name: label for name, label in FIGURES.items() if any(name in r.figures for r in results)},
         plot="; ".join(f"{result.data}: {result.shares_text}" for result in results if result.acceptance),
         plot_name=ACCEPTANCE_PLOT,
-        serving=serving(config, f'"{THIS_REPOSITORY}"'),
+        misfits=engine_misfits_of(config),
+        facts=facts(config),
         training=recipe(config),
-        limits=limits(config),
-        license_note=_license_note(data),
-        **({"facts": facts(config)} if adapter is None else _of_adapter(config, adapter)),
+        limits=decoding_limits(config),
+        slots_are_alike=masked_slots_are_alike(config),
+        targets_terms=TARGETS_TERMS,
     )
     return re.sub(r"\n{3,}", "\n\n", page).rstrip("\n") + "\n"
-
-
-def _of_adapter(config: PreTrainedConfig, adapter: Mapping) -> dict:
-    """What the template of adapters has beside that of drafts."""
-    base, revision = adapter["base"], adapter["base_revision"]
-    trained, total = adapter["trainable_parameters"], adapter["total_parameters"]
-    share = f"{trained / total:.2%}"
-    of_adapter = {
-        "base draft": base,
-        "its revision": revision,
-        "adapter": f"{adapter['peft_type']}, rank {adapter['r']}",
-        "trained": f"{trained:,} of {total:,} parameters ({share})",
-    }
-    return {
-        "facts": {name: text(value) for name, value in of_adapter.items() if value} | facts(config),
-        "peft_type": text(adapter["peft_type"]),
-        "base_id": base or "path/to/the/base/draft",
-        "base_link": _link(base) if base else "it was trained on",
-        "base_revision": git_revision(revision),
-        "trained": share,
-    }
 
 
 def _metadata(
@@ -227,21 +205,6 @@ def _terms(stated: Mapping[str, str], base: str | None) -> dict[str, str]:
     return {"license": OTHER, "license_name": TARGETS_TERMS, "license_link": f"https://huggingface.co/{base}"}
 
 
-def _license_note(data: ModelCardData) -> str:
-    if data.license_name == TARGETS_TERMS:
-        return f"The weights come with no licence of their own: those of [the base model]({data.license_link}) apply."
-    if data.license == OTHER:
-        return f"The weights are licensed under [{text(data.license_name)}]({data.license_link})."
-    if data.license == "unknown":
-        return "The licence of the weights has not been stated; the target's terms apply to what is made from it."
-    return f"The weights are licensed under {text(data.license)}."
-
-
-def name_repository(card: str, repo_id: str) -> str:
-    """A card with the name of its own repository in every place that is kept for it."""
-    return card.replace(THIS_REPOSITORY, repo_id)
-
-
 def check_card(page: str) -> None:
     """Raises a `ValueError` unless a card has metadata that can be read. What the metadata says, the Hub validates
     before a push sends any file."""
@@ -251,7 +214,3 @@ def check_card(page: str) -> None:
         raise ValueError(f"The card's metadata is not valid: {' '.join(str(error).split())}") from error
     if not metadata:
         raise ValueError("The card has no metadata: a README.md begins with a YAML block between two lines of `---`.")
-
-
-def _link(repo_id: str) -> str:
-    return f"[{repo_id}](https://huggingface.co/{repo_id})"

@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig
 
 from ..configuration.configuration_draft import LAYER_OUTPUT
 from .rules import is_hub_id
-from .serving import decoding_limits, masked_slots_are_alike
 
 LABELS = {
     "fixed_anchor": "the tokens of the data",
@@ -122,24 +121,3 @@ def _cell(value) -> str:
     if isinstance(value, str) and LOCAL_PATH.match(value):
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def limits(config: PreTrainedConfig) -> list[str]:
-    """What a reader should not expect of a draft."""
-    settings, record = config.to_dict(), config.target or {}
-    exactly = " at this revision" if target_id(config) and git_revision(record.get("revision")) else ""
-    lines = [
-        f"It was made for this target{exactly}. With another model, fine-tune or revision the text stays right, but "
-        "fewer tokens are accepted.",
-        *decoding_limits(config),
-    ]
-    if record.get("adapters"):
-        lines.append("Its target had a PEFT adapter in training: load the target with the same adapter.")
-    if masked_slots_are_alike(config):
-        lines.append("Its masked slots carry no position, so all of them propose the same token.")
-    if settings.get("confidence_head") and not settings["confidence_temperatures"]:
-        lines.append(
-            "Its confidence is not calibrated: `blockdraft calibrate`, a command of the `blockdraft` package, fits a "
-            "temperature for each slot."
-        )
-    return lines

@@ -11,7 +11,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedModel
 
-from .card import CARD, METRICS, check_card, name_repository, saved_metrics, write_card
+from .card import CARD, METRICS, THIS_REPOSITORY, check_card, saved_metrics, write_card
 from .repository_files import (
     ADAPTER_CONFIG,
     LOADED,
@@ -90,7 +90,7 @@ def publish(
                 "Push the adapter to another repository."
             )
         additions = [_addition(directory, name) for name in files if name != CARD]
-        additions.append(CommitOperationAdd(CARD, name_repository(card, repo).encode()))
+        additions.append(CommitOperationAdd(CARD, card.replace(THIS_REPOSITORY, repo).encode()))
         for folder, checkpoint in (checkpoints or {}).items():
             additions += [_addition(Path(checkpoint), name, folder) for name in checkpoint_files(checkpoint)]
         new = {addition.path_in_repo for addition in additions}

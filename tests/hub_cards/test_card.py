@@ -32,7 +32,6 @@ from blockdraft.hub_cards.card import (
     TRANSFORMERS_VERSION,
     check_card,
     make_card,
-    name_repository,
     rewrite_card,
     write_card,
 )
@@ -165,7 +164,7 @@ def test_a_published_card_names_its_repository():
     """In every place that is kept for it, by a name that no repository can have."""
     draft = make_card(dspark_config(target=V41, capture_point="attention_input_mean"))
     cards = (draft, make_card(config(), adapter=ADAPTER))
-    published = [name_repository(card, "me/mine") for card in cards]
+    published = [card.replace(THIS_REPOSITORY, "me/mine") for card in cards]
     assert 'draft_id, commit = "me/mine", "<commit sha>"' in code_of(published[0])
     assert 'blockdraft export "me/mine" --into TARGET_DIR' in published[0]
     assert '    "me/mine", revision=' in code_of(published[1]) and 'load_draft("me/mine", ' in published[1]
@@ -192,11 +191,11 @@ def test_the_code_of_the_cards_runs(tmp_path, chat_tokenizer):
     for family, build in (("dflash", build_draft), ("dspark", build_dspark_draft)):
         draft = build(target)
         draft.save_pretrained(tmp_path / family)
-        cards[family] = name_repository(make_card(draft.config), str(tmp_path / family))
+        cards[family] = make_card(draft.config).replace(THIS_REPOSITORY, str(tmp_path / family))
     model = adapt(KimiK3DFlashDraftModel.from_pretrained(tmp_path / "dflash"), LoraConfig(r=2))
     save_adapter(tmp_path / "adapter", model)
     card = make_card(model.config, adapter=describe(model)).replace("path/to/the/base/draft", str(tmp_path / "dflash"))
-    cards["adapter"] = name_repository(card, str(tmp_path / "adapter"))
+    cards["adapter"] = card.replace(THIS_REPOSITORY, str(tmp_path / "adapter"))
     for card in cards.values():
         code = code_of(card).replace("path/to/the/target", str(tmp_path / "target")).replace("tokens=256", "tokens=8")
         names = {}

@@ -5,7 +5,7 @@ from cards import TARGET, V41, config, dspark_config, table_of, third_config
 from kimi_k3_dspark import add_kimi_k3_dspark
 
 from blockdraft.hub_cards.card import make_card
-from blockdraft.hub_cards.facts import facts, limits, recipe
+from blockdraft.hub_cards.facts import facts, recipe
 
 
 def test_what_only_dspark_has():
@@ -20,8 +20,8 @@ def test_what_only_dspark_has():
     assert "before the final norm (pre_norm)" in facts(dspark_config(confidence_input="pre_norm"))["confidence head"]
     bare = dspark_config(markov_rank=None)
     assert facts(bare)["Markov head"] == facts(bare)["confidence head"] == "none"
-    assert "confidence temperatures by slot" not in facts(bare) and "calibrate" not in " ".join(limits(bare))
-    assert "not calibrated" in " ".join(limits(dspark_config()))
+    assert "confidence temperatures by slot" not in facts(bare) and "calibrate" not in make_card(bare)
+    assert "not calibrated" in make_card(dspark_config())
     assert recipe(dspark_config(objective={"loss_type": "dspark"}))["labels"].endswith("the target's own distribution")
     assert not {"Markov head", "confidence head", "experts"} & facts(config()).keys()
 
