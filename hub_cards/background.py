@@ -33,14 +33,13 @@ class CheckpointPublisher:
     `hub_always_push` they go up one by one, as long as none fails.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): `hub_strategy`, `hub_always_push`, `hub_private_repo`,
-            `hub_revision` and `output_dir` are read.
-        repo_id (`str`): `owner/name` of the repository.
+        args: `hub_strategy`, `hub_always_push`, `hub_private_repo`, `hub_revision` and `output_dir` are read.
+        repo_id: `owner/name` of the repository.
 
     Attributes:
-        failures (`int`): uploads that did not succeed.
-        error (`PublishError` or `ValueError`, *optional*): why the last upload did not succeed; `None` if it did.
-        published (`CommitInfo`, *optional*): the last one that did.
+        failures: number of uploads that did not succeed.
+        error: why the last upload did not succeed; `None` if it did.
+        published: the last one that did.
     """
 
     def __init__(self, args: TrainingArguments, repo_id: str):

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..modeling.families import family_of
 from ..modeling.saving.atomic_save import staged_directory
-from .facts import facts, git_revision, recipe, target_id, text
+from .facts import git_revision, recipe, target_id, text
 from .plots import write_acceptance_plot
 from .results import FIGURES, DecodingResult, benchmark_entries, model_index, read_results
 from .rules import OTHER, check_datasets, check_license, is_hub_id
@@ -54,24 +54,19 @@ def write_card(
     bytes for the same arguments.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            The saved draft or adapter.
-        config (`DraftConfig`):
-            The draft's config; for an adapter the base draft's, with the adapter's recipe in `training`. From it come
-            target, objective and recipe, and with that licence and data sets.
-        metrics (`Mapping[str, Mapping]`, *optional*):
-            By data set, what `DecodingReport.headline()` returns, or a list of such, one for each protocol; see
+        directory: The saved draft or adapter.
+        config: The draft's config; for an adapter the base draft's, with the adapter's recipe in `training`. From it
+            come target, objective and recipe, and with that licence and data sets.
+        metrics: By data set, what `DecodingReport.headline()` returns, or a list of such, one for each protocol; see
             [`~blockdraft.hub_cards.results.read_results`].
-        adapter (`Mapping`, *optional*):
-            Of an adapter: `base` and `base_revision` (the base draft on the Hub, and its commit), `peft_type` ("LoRA"
-            or "DoRA"), `r`, `trainable_parameters`, `total_parameters`.
-        terms (`str`, *optional*):
-            `license`, and for `"other"` `license_name` and `license_link`, in place of the config's; see
+        adapter: Of an adapter: `base` and `base_revision` (the base draft on the Hub, and its commit), `peft_type`
+            ("LoRA" or "DoRA"), `r`, `trainable_parameters`, `total_parameters`.
+        terms: `license`, and for `"other"` `license_name` and `license_link`, in place of the config's; see
             [`~blockdraft.hub_cards.rules.check_license`]. Without any, the card points to the terms of the target, or
             of the base draft.
 
     Returns:
-        `Path`: the card.
+        The card's path.
 
     Raises:
         ValueError: if licence, data sets or metrics cannot go into a card; the message says why.
@@ -102,15 +97,9 @@ def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None
 
 
 def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
-    """
-    Adds a measurement to the card of a saved draft, in place of one of the same data set by the same protocol. A card
-    that was edited by hand is kept beside it.
-
-    Args:
-        directory, config: the saved draft and its config.
-        data (`str`): name of the data set.
-        headline (`Mapping`): what `DecodingReport.headline()` returns.
-    """
+    """Adds a measurement to the card of a saved draft, in place of one of the same data set (`data`) by the same
+    protocol; `headline` is what `DecodingReport.headline()` returns. A card that was edited by hand is kept beside
+    it."""
     _keep_edited(directory, config)
     metrics = saved_metrics(directory)
     earlier = metrics.get(data, [])
@@ -163,7 +152,6 @@ def make_card(
         plot="; ".join(f"{result.data}: {result.shares_text}" for result in results if result.acceptance),
         plot_name=ACCEPTANCE_PLOT,
         misfits=engine_misfits_of(config),
-        facts=facts(config),
         training=recipe(config),
         limits=decoding_limits(config),
         slots_are_alike=masked_slots_are_alike(config),

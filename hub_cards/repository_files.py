@@ -51,16 +51,11 @@ def is_local_path(name: str) -> bool:
 
 
 def published_files(directory: str | os.PathLike) -> list[str]:
-    """
-    Which files of a saved draft, or of an adapter of one, belong in its repository.
-
-    Args:
-        directory (`str` or `os.PathLike`):
-            A directory that `DraftTrainer` or `save_pretrained` wrote.
+    """Which files of a directory that `DraftTrainer` or `save_pretrained` wrote belong in its repository.
 
     Returns:
-        `list[str]`: config, weights, code, card, tokenizer, metrics and plots, as sorted paths relative to
-        `directory`. All others are left out: optimizer states, pickles, whatever else is there.
+        Config, weights, code, card, tokenizer, metrics and plots, as sorted paths relative to `directory`. All others
+        are left out: optimizer states, pickles, whatever else is there.
 
     Raises:
         ValueError: if the directory is no complete draft, or holds links instead of files.

@@ -59,20 +59,12 @@ class DecodingResult:
 
     @property
     def curve_label(self) -> str:
-        return f"{self.data}, " + (
-            f"tau {self.figures['tau']:.2f}" if "tau" in self.figures else self.protocol["decoding"]
-        )
+        how = f"tau {self.figures['tau']:.2f}" if "tau" in self.figures else self.protocol["decoding"]
+        return f"{self.data}, {how}"
 
     @property
     def shares_text(self) -> str:
         return ", ".join(f"{100 * share:.0f}" for share in self.acceptance) + " %"
-
-    def figure_text(self, name: str) -> str:
-        """A table cell."""
-        if name not in self.figures:
-            return "-"
-        value = self.figures[name]
-        return f"{value:.0%}" if name == "looping_share" else f"{value:.2f}"
 
 
 def read_results(metrics: Mapping[str, Mapping | Sequence[Mapping]] | None) -> list[DecodingResult]:

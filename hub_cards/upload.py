@@ -49,24 +49,15 @@ def publish(
     After server errors, broken connections and other people's pushes it tries again, with growing waits.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            The saved draft; [`published_files`] lists what is uploaded.
-        repo_id (`str`):
-            `name` or `owner/name`. The repository is made if there is none.
-        private (`bool`, *optional*):
-            Whether a new repository is private. `True` also refuses to write into one that is public.
-        revision (`str`, *optional*):
-            Branch; made from the default branch if there is none of that name.
-        create_pr (`bool`, *optional*, defaults to `False`):
-            Open a pull request instead.
-        commit_message, commit_description (`str`, *optional*):
-            Title and text of the commit.
-        token (`str` or `bool`, *optional*):
-            As in [`~huggingface_hub.HfApi`]. Best left out: log in with `hf auth login`, or set HF_TOKEN.
-        checkpoints (`Mapping[str, str or os.PathLike]`, *optional*):
-            Whole checkpoints to upload as well, to resume from, by their folder in the repository.
-        sleep (`Callable[[float], None]`, *optional*):
-            Waits between tries.
+        directory: The saved draft; [`published_files`] lists what is uploaded.
+        repo_id: `name` or `owner/name`. The repository is made if there is none.
+        private: Whether a new repository is private. `True` also refuses to write into one that is public.
+        revision: Branch; made from the default branch if there is none of that name.
+        create_pr: Open a pull request instead.
+        commit_message, commit_description: Title and text of the commit.
+        token: As in [`~huggingface_hub.HfApi`]. Best left out: log in with `hf auth login`, or set HF_TOKEN.
+        checkpoints: Whole checkpoints to upload as well, to resume from, by their folder in the repository.
+        sleep: Waits between tries.
 
     Returns:
         [`~huggingface_hub.CommitInfo`]: of the commit, or of the branch's head where nothing has changed.
@@ -128,11 +119,9 @@ def publish_model(
     the default branch of a repository.
 
     Args:
-        draft ([`DraftPreTrainedModel`]): the draft.
-        repo_id (`str`): `name` or `owner/name`.
-        tags (`Iterable[str]`, *optional*): more tags for the card.
-        max_shard_size (`int` or `str`, *optional*): as in `save_pretrained`.
-        kwargs: those of [`publish`].
+        tags: more tags for the card.
+        max_shard_size: as in `save_pretrained`.
+        repo_id, kwargs: those of [`publish`].
     """
     with tempfile.TemporaryDirectory() as directory:
         draft.save_pretrained(directory, max_shard_size=max_shard_size)

@@ -5,7 +5,11 @@ from cards import TARGET, V41, config, dspark_config, table_of, third_config
 from kimi_k3_dspark import add_kimi_k3_dspark
 
 from blockdraft.hub_cards.card import make_card
-from blockdraft.hub_cards.facts import facts, recipe
+from blockdraft.hub_cards.facts import recipe
+
+
+def facts(config) -> dict[str, str]:
+    return table_of(make_card(config), "What it is")
 
 
 def test_what_only_dspark_has():
@@ -41,9 +45,9 @@ def test_the_form_of_the_target_is_named():
     card = make_card(
         config(target=TARGET | {"quantization": "mxfp4", "adapters": ["LORA"], "weights_sha256": "f" * 64})
     )
-    facts = table_of(card, "What it is")
-    assert facts["target in training"] == "bfloat16, quantised (mxfp4), with adapters (LORA)"
-    assert facts["target's fingerprint"] == f"weights {'f' * 16}, embedding {'ab' * 8}"
+    known = table_of(card, "What it is")
+    assert known["target in training"] == "bfloat16, quantised (mxfp4), with adapters (LORA)"
+    assert known["target's fingerprint"] == f"weights {'f' * 16}, embedding {'ab' * 8}"
     assert "load the target with the same adapter" in card and "PEFT" not in make_card(config())
 
 
@@ -51,7 +55,7 @@ def test_a_draft_of_variable_prefixes_drafts_one_token_less():
     variable = config(objective={"loss_type": "variable_prefix"})
     assert (config().num_drafted, variable.num_drafted, dspark_config().num_drafted) == (3, 2, 4)
     assert config(objective={"loss_type": "variable_prefix"}, block_size=2).num_drafted == 1
-    assert table_of(make_card(variable), "What it is")["block"] == "4 slots: 2 known, 2 drafted"
+    assert facts(variable)["block"] == "4 slots: 2 known, 2 drafted"
 
 
 @pytest.mark.parametrize(
@@ -64,5 +68,4 @@ def test_a_draft_of_variable_prefixes_drafts_one_token_less():
     ],
 )
 def test_the_context_of_each_layer_is_said(settings, says):
-    card = make_card(config(num_hidden_layers=3, **settings))
-    assert table_of(card, "What it is")["context window"] == says
+    assert facts(config(num_hidden_layers=3, **settings))["context window"] == says

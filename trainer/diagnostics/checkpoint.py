@@ -16,7 +16,6 @@ from ..evaluation.report_folder import REPORT_NAME
 from ..loading import check_draft
 from .findings import Check, Finding, fault, ok, skipped
 
-OBJECTS = ("auto_map", "target", "objective", "training")  # settings that hold settings
 LOGGED = ("accuracy", "estimated_tau")
 CANNOT_BE = (ValueError, TypeError, StrictDataclassError)
 
@@ -38,27 +37,17 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
         raise ValueError(f"`draft`: {name} is no directory here, and the Hub does not give it: {error}") from error
 
 
-# ---- configuration and weights --------------------------------------------------------------------------------------
-
-
 def load_leniently(folder: Path) -> tuple[PreTrainedConfig | None, PreTrainedModel | None, list[Finding]]:
-    """Loads what can be loaded of a draft that may be broken.
-
-    Returns:
-        Configuration and draft, in evaluation mode on the CPU, each `None` where it cannot be; and the findings
-        "configuration" and "weights".
-
-    Raises:
-        ValueError: if the folder holds no draft of ours.
-    """
+    """Configuration and draft, in evaluation mode on the CPU, each `None` where it cannot be loaded; and the findings
+    "configuration" and "weights". Raises a `ValueError` if the folder holds no draft of ours."""
     stored, family = _read_settings(folder)
     config, finding = _read_config(family.config, stored)
     findings = [finding.of("configuration", "Correct config.json, or save the draft again.")]
     if config is None:
         return None, None, findings
-    settings = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    leniently = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        draft, info = family.model.from_pretrained(folder, **settings)
+        draft, info = family.model.from_pretrained(folder, config=config, **leniently)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         unreadable = fault(f"they cannot be read: {' '.join(str(error).split())}")
         return config, None, [*findings, unreadable.of("weights", "Save or download the draft again.")]
@@ -77,7 +66,8 @@ def _read_settings(folder: Path) -> tuple[dict, DraftFamily]:
         raise ValueError(f"`draft`: {path} holds no settings: {error}. Save the draft again.") from error
     if (model_type := str(stored.get("model_type"))) not in families:
         raise ValueError(f"`draft`: {path} has the `model_type` {model_type!r}; a draft has {', '.join(families)}.")
-    for name in {*OBJECTS, families[model_type].config.engine_view_key} & stored.keys():
+    objects = {"auto_map", "target", "objective", "training", families[model_type].config.engine_view_key}
+    for name in objects & stored.keys():
         if not isinstance(stored[name], dict | None):
             raise ValueError(f"`draft`: {path}: `{name}` is {stored[name]!r}, not an object. Save the draft again.")
     return stored, families[model_type]
@@ -98,11 +88,10 @@ def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrained
         return config, ok(f"{config.model_type}, complete; blocks of {config.block_size}")
     except CANNOT_BE as error:
         finding = fault(" ".join(str(error).split()))
-    at_top = kind.engine_view_key is None
-    view = stored if at_top else stored.get(kind.engine_view_key) or {}
+    view = stored if kind.engine_view_key is None else stored.get(kind.engine_view_key) or {}
     own = {ours: view[theirs] for theirs, ours in kind.engine_view.items() if theirs in view}
-    dropped = {"sample_from_anchor", kind.engine_view_key, *(kind.engine_view if at_top else ())}
-    own |= {name: value for name, value in stored.items() if name not in dropped}
+    theirs = {"sample_from_anchor", kind.engine_view_key, *kind.engine_view} - {*kind.engine_view.values()}
+    own |= {name: value for name, value in stored.items() if name not in theirs}
     try:
         return kind.from_dict(own | {"slot_layout": kind.family_slot_layout}), finding
     except CANNOT_BE:
@@ -111,16 +100,14 @@ def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrained
 
 def _loading(info: dict) -> Finding:
     """From `output_loading_info`."""
-    lists = {
-        "missing, so they are random": info["missing_keys"],
-        "unknown, so they are not used": info["unexpected_keys"],
-        "of another shape, so they are random": [key[0] for key in info["mismatched_keys"]],
-    }
-    problems = [
-        f"{len(names)} tensors are {what}: {', '.join(sorted(names)[:3])}{', ...' * (len(names) > 3)}"
-        for what, names in lists.items()
-        if names
-    ]
+    problems = []
+    for what, names in (
+        ("missing, so they are random", sorted(info["missing_keys"])),
+        ("unknown, so they are not used", sorted(info["unexpected_keys"])),
+        ("of another shape, so they are random", sorted(key[0] for key in info["mismatched_keys"])),
+    ):
+        if names:
+            problems.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}")
     return fault("; ".join(problems)) if problems else ok("every tensor of the draft is there, and no other")
 
 
@@ -139,9 +126,6 @@ def logged_training(folder: Path) -> dict[str, float]:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} holds no readable `log_history`: {error!r}") from error
     return {}
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def check_code(folder: Path) -> Finding:

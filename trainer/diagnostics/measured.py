@@ -42,26 +42,24 @@ class Acceptance(NamedTuple):
     """What verification would accept of teacher-forced blocks.
 
     Attributes:
-        rows (`[R]` float64): accepted tokens by row, summed over its blocks.
-        blocks (`[R]` float64): blocks by row.
-        slots (`[drafted]` float64): share of blocks accepted up to each drafted slot.
+        slots (`[R, drafted]` float64): by row, how many of its blocks are accepted up to each drafted slot.
+        blocks: number of blocks in all rows.
     """
 
-    rows: Tensor
-    blocks: Tensor
     slots: Tensor
+    blocks: int
 
     @property
     def mean(self) -> float:
         """Accepted tokens a block."""
-        return (self.rows.sum() / self.blocks.sum()).item()
+        return self.slots.sum().item() / self.blocks
 
 
 def gain(base: Acceptance, other: Acceptance) -> float:
     """Accepted tokens a block that `other` brings over `base`; 0 unless that is beyond chance, judged by rows."""
-    difference, blocks = other.rows - base.rows, base.blocks.sum()
-    mean = (difference.sum() / blocks).item()
-    error = (difference.std() * math.sqrt(len(difference)) / blocks).item()
+    difference = (other.slots - base.slots).sum(-1)
+    mean = difference.sum().item() / base.blocks
+    error = difference.std().item() * math.sqrt(len(difference)) / base.blocks
     return mean if mean > max(ERRORS * error, LEAST_GAIN, LEAST_GAIN * base.mean) else 0.0
 
 
@@ -110,15 +108,14 @@ class TeacherForcedProbe:
     @torch.no_grad()
     def acceptance(self, label_shift: int = 0, **settings) -> Acceptance:
         """Measures with `settings` of the configuration changed, and labels so many places later than they are."""
-        slots, blocks = [], []
+        slots, blocks = [], 0
         with changed(self.config, **settings):
             features = self._read_features() if "target_layer_ids" in settings else self.features
             for batch, context in zip(self.batches, features, strict=True):
                 correct, supervised = self._predict(batch, context, label_shift)
                 slots.append(survival(correct, supervised)[..., -self.config.num_drafted :].sum(1).double().cpu())
-                blocks.append(supervised.bool().any(-1).sum(-1).double().cpu())
-        slots, blocks = torch.cat(slots), torch.cat(blocks)  # [R, drafted] and [R]
-        return Acceptance(slots.sum(-1), blocks, slots.sum(0) / blocks.sum())
+                blocks += supervised.bool().any(-1).sum().item()
+        return Acceptance(torch.cat(slots), blocks)
 
     def _predict(self, batch: dict[str, Tensor], features: Tensor, label_shift: int) -> tuple[Tensor, Tensor]:
         """Whether each slot's best token is its label, and which slots count: `[B, N, block_size]`."""
@@ -244,7 +241,7 @@ def _answers(probe: TeacherForcedProbe) -> Finding:
 
 def _accuracy(base: Acceptance) -> Finding:
     """Whether the draft has learned at all."""
-    first = base.slots[0].item()
+    first = base.slots[:, 0].sum().item() / base.blocks
     found = f"the first drafted token is right in {first:.0%} of blocks, {base.mean:.2f} tokens a block are accepted"
     if first < 0.15:
         return fault(f"{found}: it has learned next to nothing")
@@ -267,12 +264,8 @@ MEASURED = (
 
 
 def check_decoding(report: DecodingReport, base: Acceptance, logged: dict[str, float]) -> list[Finding]:
-    """Real decoding against teacher forcing, here and in the training's log; its slots; its loops.
-
-    Args:
-        base: teacher-forced, of the same rows.
-        logged: `accuracy` and `estimated_tau` of the training; empty if unknown.
-    """
+    """Real decoding against teacher forcing, of the same rows (`base`) and in the training's log (`logged`; may be
+    empty); its slots; its loops."""
     if (rounds := len(report.accepted_lengths)) < LEAST_ROUNDS:
         found = f"tau {report.tau:.2f} over {rounds} rounds, too few to judge"
         return [skipped(found, "Give more prompts, or longer answers.").of("decoding")]
@@ -288,18 +281,16 @@ def _decoding(report: DecodingReport, base: Acceptance) -> Finding:
 
 def _training(report: DecodingReport, logged: dict[str, float]) -> Finding:
     accuracy, estimate = logged["accuracy"], logged["estimated_tau"]
-    found = (
-        f"training logged accuracy {accuracy:.2f} and estimated tau {estimate:.2f}; decoding gives {report.tau:.2f}"
-    )
+    logs = f"training logged accuracy {accuracy:.2f} and estimated tau {estimate:.2f}"
+    found = f"{logs}; decoding gives {report.tau:.2f}"
     return (fault if promises_too_much(estimate, report.tau) else ok)(found)
 
 
 def _block_size(report: DecodingReport) -> Finding:
     """Whether the last slots of the block are worth drafting."""
     slots = report.acceptance_by_slot
-    useful = sum(share >= USELESS for share in slots)
-    found = f"blocks of {report.block_size}; share of rounds past each drafted token: "
-    found += ", ".join(f"{share:.0%}" for share in slots)
+    useful, shares = sum(share >= USELESS for share in slots), ", ".join(f"{share:.0%}" for share in slots)
+    found = f"blocks of {report.block_size}; share of rounds past each drafted token: {shares}"
     if useful == len(slots) or slots[0] <= 0.2 or len(report.accepted_lengths) < SLOT_ROUNDS:
         return ok(found)
     shorter = report.block_size - len(slots) + max(1, useful)

@@ -19,10 +19,6 @@ from ..data.provenance import OWN_ANSWERS, author, chat_template_digest
 from .findings import Check, Finding, fault, ok, skipped, warning
 
 MAY_BE_ZERO = ("bias_vl",)  # parameters of two and more dimensions that training may leave at zero
-PERHAPS_THE_SAME = (
-    "If the function is the same (an adapter that was merged, another commit with the same weights), go by the "
-    "measurements on rows; otherwise load the target of the training."
-)
 
 
 def free_mask_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -47,7 +43,11 @@ def _mismatch(mismatches: Sequence[Mismatch], part: str) -> Finding | None:
     message = " ".join(mismatch.message for mismatch in found)
     if any(mismatch.certain for mismatch in found):
         return fault(message, stops=any(mismatch.breaks for mismatch in found))
-    return warning(message, PERHAPS_THE_SAME) if found else None
+    fix = (
+        "If the function is the same (an adapter that was merged, another commit with the same weights), go by the "
+        "measurements on rows; otherwise load the target of the training."
+    )
+    return warning(message, fix) if found else None
 
 
 def _target(mismatches: Sequence[Mismatch], config: PreTrainedConfig, record: dict) -> Finding:
@@ -150,16 +150,14 @@ def _training(config: PreTrainedConfig) -> Finding:
 
 def _weight_values(draft: PreTrainedModel) -> Finding:
     """NaN, infinite, or a whole matrix of zeros: no training leaves them behind."""
-    problems, count = {"NaN or infinite": [], "all zero": []}, 0
-    for name, value in draft.named_parameters():
-        count += value.numel()
-        if not torch.isfinite(value).all():
-            problems["NaN or infinite"].append(name)
-        elif value.dim() > 1 and not name.endswith(MAY_BE_ZERO) and not value.any():
-            problems["all zero"].append(name)
+    values = dict(draft.named_parameters())
+    matrices = {name: value for name, value in values.items() if value.dim() > 1 and not name.endswith(MAY_BE_ZERO)}
+    broken = [name for name, value in values.items() if not torch.isfinite(value).all()]
+    empty = [name for name, value in matrices.items() if not value.any()]
+    problems = {"NaN or infinite": broken, "all zero": empty}
     if found := [f"{what}: {', '.join(names[:3])}" for what, names in problems.items() if names]:
         return fault("; ".join(found))
-    return ok(f"{count:,} parameters, all finite, no matrix of zeros")
+    return ok(f"{draft.num_parameters():,} parameters, all finite, no matrix of zeros")
 
 
 def _engine(config: PreTrainedConfig, target: PreTrainedModel, engine: str) -> Finding:

@@ -122,10 +122,9 @@ def test_labels_one_place_off(sound_drafts):
 
 
 def test_chance_is_no_gain():
-    blocks = torch.full((6,), 10.0, dtype=torch.float64)
-    base = Acceptance(torch.tensor([20.0, 22, 18, 21, 19, 20]).double(), blocks, torch.ones(3))
-    better = base._replace(rows=base.rows + torch.tensor([4.0, 5, 6, 5, 4, 6]).double())
-    lucky = base._replace(rows=base.rows + torch.tensor([28.0, 0, 0, 0, 1, 1]).double())
+    base = Acceptance(torch.tensor([[20.0, 22, 18, 21, 19, 20]]).double().T, 60)
+    better = base._replace(slots=base.slots + torch.tensor([[4.0, 5, 6, 5, 4, 6]]).T)
+    lucky = base._replace(slots=base.slots + torch.tensor([[28.0, 0, 0, 0, 1, 1]]).T)
     assert gain(base, better) == pytest.approx(0.5)
     assert gain(base, lucky) == gain(base, base) == 0
 
@@ -165,7 +164,7 @@ def test_a_fault_shows_in_decoding(plant, admit):
 
 def test_decoding_is_held_against_teacher_forcing():
     report = make_report([make_answer(TEXT, [4, 1, 1, 1, 1, 1, 1, 1])] * 3)
-    forced = Acceptance(torch.tensor([30.0]), torch.tensor([10.0]), torch.ones(3))
+    forced = Acceptance(torch.tensor([[10.0, 10, 10]]), 10)
     decoding, slots, loops = check_decoding(report, forced, {})
     assert (decoding.status, slots.status, loops.status) == (FAULT, "ok", "ok")
     assert "tau 1.38" in decoding.found and "4.00" in decoding.found
@@ -173,7 +172,7 @@ def test_decoding_is_held_against_teacher_forcing():
     # One drafted token is at most a tau of 2, and 24 rounds say little of a last slot.
     pair = make_report([make_answer(TEXT, [2] * 9 + [1])] * 3, block_size=2)
     logged = {"accuracy": 0.95, "estimated_tau": 1.95}
-    half = Acceptance(torch.tensor([19.0]), torch.tensor([20.0]), torch.ones(1))
+    half = Acceptance(torch.tensor([[19.0]]), 20)
     assert {finding.status for finding in check_decoding(pair, half, logged)} == {"ok"}
     short = make_report([make_answer(TEXT, [2] * 8)] * 3)
     assert check_decoding(short, forced, {})[1].status == "ok"
