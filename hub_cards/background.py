@@ -20,14 +20,12 @@ logger = logging.get_logger(__name__)
 
 # In the run's directory: links to the files of checkpoints that wait for their upload.
 UNPUBLISHED = "unpublished"
-WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
 class CheckpointPublisher:
-    """
-    Uploads checkpoints in a thread of its own, one after another. A checkpoint that comes while another one is on its
-    way waits, and takes the place of one that waits already; one whose upload failed waits for the next upload, or for
-    the end.
+    """Uploads checkpoints in a thread of its own, one after another. A checkpoint that comes while another one is on
+    its way waits, and takes the place of one that waits already; one whose upload failed waits for the next upload, or
+    for the end.
 
     With `hub_strategy="all_checkpoints"` all that wait go up together, those that an earlier run left behind too. With
     `hub_always_push` they go up one by one, as long as none fails.
@@ -49,6 +47,8 @@ class CheckpointPublisher:
         self._strategy, self._one_by_one = HubStrategy(args.hub_strategy), args.hub_always_push
         self._publish = partial(publish, repo_id=repo_id, private=args.hub_private_repo, revision=args.hub_revision)
         self._repo_id = repo_id
+        # Of the folders of this repository's snapshots: what waits for another repository is not for this one.
+        self._prefix = f"{repo_id.replace('/', '--')}@"
         self._staging = Path(args.output_dir) / UNPUBLISHED
         self._waiting = self._left_by_an_earlier_run()  # snapshots, oldest first
         self._lock = RLock()
@@ -135,7 +135,7 @@ class CheckpointPublisher:
     def _snapshot(self, checkpoint: Path) -> Path:
         """The checkpoint's files under the same name elsewhere: deleting the checkpoint does not touch them."""
         files = {*published_files(checkpoint)}
-        if self._strategy in WITH_CHECKPOINTS:
+        if self._strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             files |= {*checkpoint_files(checkpoint)}
         with self._lock:
             self._staging.mkdir(exist_ok=True)
@@ -148,11 +148,6 @@ class CheckpointPublisher:
             except OSError:  # a file system without hard links
                 shutil.copy2(checkpoint / name, unfinished / name)
         return unfinished.rename(place / checkpoint.name)
-
-    @property
-    def _prefix(self) -> str:
-        """Of the folders of this repository's snapshots: what waits for another repository is not for this one."""
-        return f"{self._repo_id.replace('/', '--')}@"
 
     def _left_by_an_earlier_run(self) -> list[Path]:
         """What a run that was cut off did not publish, if every checkpoint is to go up. The rest is deleted: a newer

@@ -48,8 +48,7 @@ def write_card(
     adapter: Mapping | None = None,
     **terms: str,
 ) -> Path:
-    """
-    Writes `README.md` of a draft, or of an adapter of one, and, where there are figures, `metrics.json` with them,
+    """Writes `README.md` of a draft, or of an adapter of one, and, where there are figures, `metrics.json` with them,
     `acceptance.png` if acceptance by slot is known, and `.eval_results/tau.yaml` for benchmarks of the Hub: the same
     bytes for the same arguments.
 

@@ -68,8 +68,7 @@ class DecodingResult:
 
 
 def read_results(metrics: Mapping[str, Mapping | Sequence[Mapping]] | None) -> list[DecodingResult]:
-    """
-    Checks what a card is given.
+    """Checks what a card is given.
 
     Args:
         metrics: by data set, what `DecodingReport.headline()` returns: `protocol` (a dict), any of [`FIGURES`] and, if
@@ -137,12 +136,9 @@ def model_index(results: list[DecodingResult]) -> list[EvalResult]:
 
 
 def benchmark_entries(results: list[DecodingResult]) -> list[EvalResultEntry]:
-    """
-    Entries of an evaluation file (`.eval_results/*.yaml`): tau by benchmark and protocol.
-
-    The Hub puts such a value on the leaderboard of the data set's task. A leaderboard of answers' quality is no place
-    for a draft's tau, so only results that name the task that ranks it have an entry.
-    """
+    """Entries of an evaluation file (`.eval_results/*.yaml`): tau by benchmark and protocol. The Hub puts it on the
+    leaderboard of the data set's task. One of answers' quality is no place for a draft's tau, so only results that
+    name the task that ranks it have an entry."""
     return [
         EvalResultEntry(
             dataset_id=result.data,

@@ -45,8 +45,7 @@ def is_hub_id(name) -> bool:
 
 
 def check_license(license: str | None, license_name: str | None = None, license_link: str | None = None) -> None:
-    """
-    Checks how the licence of a draft's weights is stated.
+    """Checks how the licence of a draft's weights is stated.
 
     Args:
         license: The Hub's identifier, such as `apache-2.0`, or `other` for a licence that has none.

@@ -8,16 +8,12 @@ from ..modeling.families import DSPARK, family_of
 
 # Targets whose classes come with this package.
 OWN_TARGET_TYPES = ("kimi_k3", "kimi_k3_text", "deepseek_v41", "deepseek_v41_text")
-# Backbones whose attention has no positional encoding.
-WITHOUT_POSITIONS = ("kimi_k3",)
-# The method and the backbone of the drafts that engines read in DeepSeek's released layout.
-RELEASED = (DSPARK, "deepseek_v41")
 
 
 def masked_slots_are_alike(config: PreTrainedConfig) -> bool:
     """Whether nothing tells the masked slots of a block apart: no position, no visible key, no token chosen before."""
     return (
-        family_of(config).backbone in WITHOUT_POSITIONS
+        family_of(config).backbone == "kimi_k3"  # whose attention has no positional encoding
         and not config.is_causal
         and config.sliding_window is None
         and config.to_dict().get("markov_rank") is None
@@ -27,7 +23,7 @@ def masked_slots_are_alike(config: PreTrainedConfig) -> bool:
 def has_released_layout(config: PreTrainedConfig) -> bool:
     """Whether engines know drafts of this kind, in the layout that DeepSeek releases."""
     family = family_of(config)
-    return (family.method, family.backbone) == RELEASED
+    return family.method == DSPARK and family.backbone == "deepseek_v41"
 
 
 def decoding_limits(config: PreTrainedConfig) -> list[str]:

@@ -42,11 +42,9 @@ def publish(
     checkpoints: Mapping[str, str | os.PathLike] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> CommitInfo:
-    """
-    Uploads a saved draft in one commit. The same commit deletes what an earlier push left of another model: shards, an
-    adapter, measurements and plots.
-
-    After server errors, broken connections and other people's pushes it tries again, with growing waits.
+    """Uploads a saved draft in one commit, which also deletes what an earlier push left of another model: shards, an
+    adapter, measurements and plots. After server errors, broken connections and other people's pushes it tries again,
+    with growing waits.
 
     Args:
         directory: The saved draft; [`published_files`] lists what is uploaded.
@@ -113,10 +111,9 @@ def publish_model(
     max_shard_size: int | str = "50GB",
     **kwargs,
 ) -> CommitInfo:
-    """
-    Saves a draft with a new card and publishes it; this is `draft.push_to_hub`. While the draft's weights and settings
-    are those that it was loaded with, the card keeps the measurements of the place it was loaded from: a directory, or
-    the default branch of a repository.
+    """Saves a draft with a new card and publishes it; this is `draft.push_to_hub`. While the draft's weights and
+    settings are those that it was loaded with, the card keeps the measurements of the place it was loaded from: a
+    directory, or the default branch of a repository.
 
     Args:
         tags: more tags for the card.

@@ -21,11 +21,8 @@ CANNOT_BE = (ValueError, TypeError, StrictDataclassError)
 
 
 def draft_folder(name: str, revision: str | None = None) -> Path:
-    """The directory of a draft, downloaded if it is on the Hub, at a commit, branch or tag.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The directory of a draft, downloaded if it is on the Hub, at a commit, branch or tag. Raises a `ValueError` if
+    there is none."""
     check_draft(name, revision)
     if Path(name).is_dir():
         return Path(name)
@@ -90,8 +87,8 @@ def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrained
         finding = fault(" ".join(str(error).split()))
     view = stored if kind.engine_view_key is None else stored.get(kind.engine_view_key) or {}
     own = {ours: view[theirs] for theirs, ours in kind.engine_view.items() if theirs in view}
-    theirs = {"sample_from_anchor", kind.engine_view_key, *kind.engine_view} - {*kind.engine_view.values()}
-    own |= {name: value for name, value in stored.items() if name not in theirs}
+    foreign = {"sample_from_anchor", kind.engine_view_key, *kind.engine_view} - {*kind.engine_view.values()}
+    own |= {name: value for name, value in stored.items() if name not in foreign}
     try:
         return kind.from_dict(own | {"slot_layout": kind.family_slot_layout}), finding
     except CANNOT_BE:
@@ -113,10 +110,7 @@ def _loading(info: dict) -> Finding:
 
 def logged_training(folder: Path) -> dict[str, float]:
     """The last logged `accuracy` and `estimated_tau` of the training whose folder or checkpoint this is; may be empty.
-
-    Raises:
-        ValueError: if the file that should hold them is damaged.
-    """
+    Raises a `ValueError` if the file that should hold them is damaged."""
     checkpoint = Path(get_last_checkpoint(folder) or folder)
     for path in (checkpoint / TRAINER_STATE_NAME, folder / TRAINER_STATE_NAME, folder / f"{REPORT_NAME}.json"):
         if path.is_file():

@@ -1,9 +1,8 @@
 """`blockdraft doctor`: why is my acceptance low?
 
-Every check says what it found and what to do about it. First come the checkpoint's files, then the pair, then, given
-rows, what the draft does on them: teacher-forced, with its settings and with others, and in real decoding. What is
-looked at, by which function, and what to do are rows of tables (`FILES`, `PAIR`, `TRANSFORMS`, `ROWS`, `MEASURED`,
-`DECODED`), each in the module of its subject.
+First come the checkpoint's files, then the pair, then, given rows, what the draft does on them: teacher-forced, with
+its settings and with others, and in real decoding. What is looked at, by which function, and what to do about it are
+rows of tables (`FILES`, `PAIR`, `TRANSFORMS`, `ROWS`, `MEASURED`, `DECODED`), each in the module of its subject.
 """
 
 import warnings
@@ -19,19 +18,10 @@ from ...modeling.target.target_transforms import run_target
 from ..evaluation.decoding import eval_mode, evaluate_decoding, held_out_prompts
 from .checkpoint import FILES, load_leniently, logged_training
 from .findings import Check, Finding, fault, run_checks, skipped
-from .measured import (
-    ANCHORS,
-    MEASURED,
-    MIN_ROWS,
-    TeacherForcedProbe,
-    check_confidence,
-    check_decoding,
-    compare_settings,
-)
+from .measured import ANCHORS, MEASURED, TeacherForcedProbe, check_confidence, check_decoding, compare_settings
 from .static_checks import PAIR, ROWS, TRANSFORMS
 
 MAX_ROWS_READ = 500
-LOG_FIX = "Copy it from the training's folder again, or delete it: then nothing is compared with the log."
 
 
 def doctor(
@@ -90,7 +80,8 @@ def doctor(
         try:
             logged = logged_training(folder)
         except ValueError as error:
-            findings.append(fault(str(error), LOG_FIX).of("training log"))
+            fix = "Copy it from the training's folder again, or delete it: then nothing is compared with the log."
+            findings.append(fault(str(error), fix).of("training log"))
     if config is None:
         return stop("the draft has no configuration that target and tokenizer could be held to")
     record = target_record(target, tokenizer, target_revision)
@@ -111,7 +102,7 @@ def doctor(
             return stop("the target cannot read the rows")
         probe = TeacherForcedProbe(target, draft, rows)
         if not run(ANCHORS, probe=probe):
-            return stop(f"fewer than {MIN_ROWS} rows have an anchor", "Give more rows.")
+            return stop(f"{probe.num_placed} rows with an anchor are too few", "Give more rows.")
         base = probe.acceptance()
         run(MEASURED, base=base)
         findings += compare_settings(probe, base, tokenizer)

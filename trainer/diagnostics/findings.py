@@ -60,9 +60,8 @@ def run_checks(checks: Iterable[Check], parts: Mapping[str, object]) -> list[Fin
 def findings_text(findings: Sequence[Finding]) -> str:
     """A line for each check, faults first, each followed by what to do about it; then the count."""
     width, lines = max(len(finding.check) for finding in findings), []
-    for status in (FAULT, WARNING, SKIPPED, OK):
-        for finding in (finding for finding in findings if finding.status == status):
-            lines.append(f"{status:<8} {finding.check:<{width}}  {finding.found}")
-            lines += [f"{'':<8} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+    for finding in sorted(findings, key=lambda finding: (FAULT, WARNING, SKIPPED, OK).index(finding.status)):
+        lines.append(f"{finding.status:<8} {finding.check:<{width}}  {finding.found}")
+        lines += [f"{'':<8} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
     counts = [sum(finding.status == status for finding in findings) for status in (FAULT, WARNING, SKIPPED)]
     return "\n".join([*lines, "{} faults, {} warnings, {} skipped, of {} checks.".format(*counts, len(findings))])

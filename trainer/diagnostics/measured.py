@@ -32,7 +32,6 @@ BATCH_TOKENS, CHUNK = 2048, 1024  # tokens through the target, slots through its
 MIN_ROWS = 4  # fewer say nothing about chance
 ERRORS = 3  # standard errors that a difference must have
 LEAST_GAIN = 0.1  # accepted tokens a block, and the share of those accepted as configured
-MASK_CANDIDATES = 8
 # To judge on; to judge a slot that hardly any round gets to; to decode for the confidence head.
 LEAST_ROUNDS, SLOT_ROUNDS, CONFIDENCE_ROUNDS = 20, 100, 300
 USELESS = 0.02  # a drafted slot that fewer rounds get past costs more than it brings
@@ -160,7 +159,7 @@ def compare_settings(probe: TeacherForcedProbe, base: Acceptance, tokenizer: Pre
     shifted = [[layer + by for layer in config.target_layer_ids] for by in (-1, 1)]
     layers = [ids for ids in shifted if ids[0] >= 0 and ids[-1] < len(decoder_layers(target))]
     special = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id}
-    masks = {*free_mask_tokens(target, tokenizer)[:MASK_CANDIDATES], *special} - {config.mask_token_id, None}
+    masks = {*free_mask_tokens(target, tokenizer)[:8], *special} - {config.mask_token_id, None}
     rows = len(target.get_input_embeddings().weight)
     masks = sorted(token for token in masks if token < rows)
     scales = [scale for scale in (1.0, math.sqrt(config.hidden_size)) if scale != config.input_embedding_scale]
@@ -252,9 +251,7 @@ ANCHORS = (Check("anchors", _anchors, "Check the loss mask; take longer answers,
 MEASURED = (
     Check("features", _features, "Look at the target: dtype (float16 overflows), quantisation, weights."),
     Check(
-        "target's answers",
-        _answers,
-        "Train on the target's own: `blockdraft regenerate`; if they are, this is another target.",
+        "target's answers", _answers, "Train on its own: `blockdraft regenerate`; if they are, it is another target."
     ),
     Check("draft accuracy", _accuracy, "Fix the other faults first, if any; then train longer, on more answers."),
 )
@@ -306,9 +303,7 @@ def _loops(report: DecodingReport) -> Finding:
 
 DECODED = (
     Check(
-        "decoding",
-        _decoding,
-        "Train on the target's own answers (`blockdraft regenerate`); judge on prompts held out from training.",
+        "decoding", _decoding, "Train on the target's answers (`blockdraft regenerate`); judge on held-out prompts."
     ),
     Check(
         "training against decoding",

@@ -105,17 +105,13 @@ def _heads(config: PreTrainedConfig, target: PreTrainedModel) -> Finding:
         if table.is_floating_point() and table.itemsize > 1 and not (torch.isfinite(table).all() and table.any()):
             return fault(f"the target's {what} is NaN, infinite or all zero")
     tied, weight = getattr(target.config, "tie_word_embeddings", False), tables.get("head")
-    if tied and len(tables) == 2 and not _same(weight, embedding):
+    if tied and len(tables) == 2 and (weight.shape != embedding.shape or (weight != embedding.to(weight)).any()):
         found = "the target ties its head to the embedding, but the loaded head has other numbers"
         return fault(found, "Load it with from_pretrained, and call tie_weights() after any change of its embedding.")
     if weight is not None and len(weight) < config.vocab_size:
         return fault(f"the head has {len(weight)} rows for a vocabulary of {config.vocab_size}")
     size = f"{type(head).__name__}, whose numbers are not looked at" if weight is None else f"{len(weight)} rows"
     return ok(f"{'tied, ' if tied else ''}{size}")
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(first, second.to(first))
 
 
 def _dtype(config: PreTrainedConfig, record: dict, draft: PreTrainedModel) -> Finding:
