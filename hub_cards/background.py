@@ -70,8 +70,7 @@ class CheckpointPublisher:
     def finish(self) -> None:
         """Waits for what is on its way, tries once more what still waits, and drops what does not succeed."""
         self._thread.submit(self._upload).result()
-        if self._waiting:
-            names = _names(self._waiting)
+        if names := _names(self._waiting):
             logger.warning(f"Not on the Hub: {names}. `blockdraft push DIR {self._repo_id}` publishes a checkpoint.")
         self.forget()
 
@@ -82,8 +81,7 @@ class CheckpointPublisher:
             self._waiting = []
 
     def publish(self, directory: str | os.PathLike, **kwargs) -> CommitInfo:
-        """Publishes a saved draft after what is on its way; the arguments are those of [`publish`]. Raises what that
-        raises."""
+        """Publishes a saved draft after what is on its way; arguments and errors are those of [`publish`]."""
         return self.start(directory, **kwargs).result()
 
     def start(self, directory: str | os.PathLike, **kwargs) -> Future:

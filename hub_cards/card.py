@@ -193,8 +193,7 @@ def _terms(stated: Mapping[str, str], base: str | None) -> dict[str, str]:
 
 
 def check_card(page: str) -> None:
-    """Raises a `ValueError` unless a card has metadata that can be read. What the metadata says, the Hub validates
-    before a push sends any file."""
+    """Raises a `ValueError` unless a card has metadata that can be read; what they say, the Hub validates."""
     try:
         metadata = ModelCard(page).data.to_dict()
     except (yaml.YAMLError, ValueError) as error:

@@ -1,5 +1,4 @@
-"""What a card may name: repositories, data sets, licences. The rest of its metadata the Hub validates itself, before a
-push sends any file."""
+"""What a card may name: repositories, data sets, licences. The Hub validates the rest before a push sends any file."""
 
 import difflib
 import re

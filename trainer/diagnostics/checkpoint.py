@@ -26,10 +26,9 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
     check_draft(name, revision)
     if Path(name).is_dir():
         return Path(name)
-    wanted = {"allow_patterns": ["*.json", "*.safetensors", "*.py", "*.jinja"]}
-    wanted["ignore_patterns"] = "*/*.safetensors"  # of checkpoints: `*` stands for folders too
+    wanted, left_out = ["*.json", "*.safetensors", "*.py", "*.jinja"], "*/*.safetensors"  # of checkpoints in it
     try:
-        return Path(snapshot_download(name, revision=revision, **wanted))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=left_out))
     except (OSError, ValueError) as error:
         raise ValueError(f"`draft`: {name} is no directory here, and the Hub does not give it: {error}") from error
 

@@ -19,7 +19,7 @@ from ..evaluation.decoding import eval_mode, evaluate_decoding, held_out_prompts
 from .checkpoint import FILES, load_leniently, logged_training
 from .findings import Check, Finding, fault, run_checks, skipped
 from .measured import ANCHORS, MEASURED, TeacherForcedProbe, check_confidence, check_decoding, compare_settings
-from .static_checks import PAIR, ROWS, TRANSFORMS
+from .static_checks import PAIR, ROWS, TRANSFORMS, free_mask_tokens
 
 MAX_ROWS_READ = 500
 
@@ -85,8 +85,8 @@ def doctor(
     if config is None:
         return stop("the draft has no configuration that target and tokenizer could be held to")
     record = target_record(target, tokenizer, target_revision)
-    mismatches = list(find_mismatches(target, config, record))
-    can_run = run(PAIR, config=config, draft=draft, record=record, mismatches=mismatches)
+    parts |= {"record": record, "mismatches": list(find_mismatches(target, config, record))}
+    can_run = run(PAIR, config=config, draft=draft, free_masks=free_mask_tokens(target, tokenizer))
     if draft is None:
         return stop("the draft cannot be loaded")
     if not can_run:
@@ -105,7 +105,7 @@ def doctor(
             return stop(f"{probe.num_placed} rows with an anchor are too few", "Give more rows.")
         base = probe.acceptance()
         run(MEASURED, base=base)
-        findings += compare_settings(probe, base, tokenizer)
+        findings += compare_settings(probe, base, tokenizer, parts["free_masks"])
         prompts = held_out_prompts(rows, num_prompts)
         report = evaluate_decoding(target, draft, prompts, max_new_tokens, compare_with_plain=False)
         findings += check_decoding(report, base, logged)

@@ -25,7 +25,6 @@ from ..evaluation.decoding_report import DecodingReport
 from ..objectives.dflash import survival
 from ..target_states import TargetStates
 from .findings import Check, Finding, fault, ok, run_checks, skipped, warning
-from .static_checks import free_mask_tokens
 
 MAX_ROWS, MAX_LENGTH, MAX_ANCHORS = 16, 1024, 32
 BATCH_TOKENS, CHUNK = 2048, 1024  # tokens through the target, slots through its head, at once
@@ -122,7 +121,7 @@ class TeacherForcedProbe:
         blocks = labels = self._blocks(batch)
         embeds = draft.embed_block(blocks.input_ids, embedding).to(draft.device)
         states = draft(noise_embeds=embeds, context_hidden_states=features, block_plan=blocks.plan).last_hidden_state
-        if label_shift:  # the labels of blocks at the places that far on, as far as they are in the row
+        if label_shift:  # labels of blocks that are moved as far, where they still are in the row
             anchors = batch["anchor_positions"] + label_shift
             inside = (anchors >= 0) & (anchors < batch["input_ids"].shape[1])
             moved = {"anchor_positions": anchors * inside, "block_keep_mask": batch["block_keep_mask"] & inside}
@@ -152,14 +151,16 @@ def changed(config: PreTrainedConfig, **settings) -> Iterator[None]:
 # ---- is another setting better? -------------------------------------------------------------------------------------
 
 
-def compare_settings(probe: TeacherForcedProbe, base: Acceptance, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+def compare_settings(
+    probe: TeacherForcedProbe, base: Acceptance, tokenizer: PreTrainedTokenizerBase, free_masks: list[int]
+) -> list[Finding]:
     """Findings on layer ids, labels, mask token, visibility and embedding scale, each against other values; `base` is
     as configured."""
     config, target = probe.config, probe.target
     shifted = [[layer + by for layer in config.target_layer_ids] for by in (-1, 1)]
     layers = [ids for ids in shifted if ids[0] >= 0 and ids[-1] < len(decoder_layers(target))]
     special = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id}
-    masks = {*free_mask_tokens(target, tokenizer)[:8], *special} - {config.mask_token_id, None}
+    masks = {*free_masks[:8], *special} - {config.mask_token_id, None}
     rows = len(target.get_input_embeddings().weight)
     masks = sorted(token for token in masks if token < rows)
     scales = [scale for scale in (1.0, math.sqrt(config.hidden_size)) if scale != config.input_embedding_scale]

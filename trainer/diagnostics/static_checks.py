@@ -80,9 +80,11 @@ def _target_layers(config: PreTrainedConfig, target: PreTrainedModel) -> Finding
         return fault(str(error), stops=True)
 
 
-def _mask_token(config: PreTrainedConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _mask_token(
+    config: PreTrainedConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, free_masks: list[int]
+) -> Finding:
     mask, rows = config.mask_token_id, len(target.get_input_embeddings().weight)
-    fix = f"Take the id of the training; for a new draft, one of {free_mask_tokens(target, tokenizer)[:3]}."
+    fix = f"Take the id of the training; for a new draft, one of {free_masks[:3]}."
     if mask >= rows:
         return fault(f"`mask_token_id` is {mask}, not a row of the target's embedding, 0..{rows - 1}", fix, stops=True)
     roles = {"bos": {tokenizer.bos_token_id}, "eos": _stop_tokens(target, tokenizer), "unk": {tokenizer.unk_token_id}}
