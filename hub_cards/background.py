@@ -14,34 +14,30 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from .repository_files import checkpoint_files, published_files
-from .retries import PublishError
 from .upload import publish
 
 logger = logging.get_logger(__name__)
 
 # In the run's directory: links to the files of checkpoints that wait for their upload.
 UNPUBLISHED = "unpublished"
-WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
 class CheckpointPublisher:
-    """
-    Uploads checkpoints in a thread of its own, one after another. A checkpoint that comes while another one is on its
-    way waits, and takes the place of one that waits already; one whose upload failed waits for the next upload, or for
-    the end.
+    """Uploads checkpoints in a thread of its own, one after another. A checkpoint that comes while another one is on
+    its way waits, and takes the place of one that waits already; one whose upload failed waits for the next upload, or
+    for the end.
 
     With `hub_strategy="all_checkpoints"` all that wait go up together, those that an earlier run left behind too. With
     `hub_always_push` they go up one by one, as long as none fails.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): `hub_strategy`, `hub_always_push`, `hub_private_repo`,
-            `hub_revision` and `output_dir` are read.
-        repo_id (`str`): `owner/name` of the repository.
+        args: `hub_strategy`, `hub_always_push`, `hub_private_repo`, `hub_revision` and `output_dir` are read.
+        repo_id: `owner/name` of the repository.
 
     Attributes:
-        failures (`int`): uploads that did not succeed.
-        error (`PublishError` or `ValueError`, *optional*): why the last upload did not succeed; `None` if it did.
-        published (`CommitInfo`, *optional*): the last one that did.
+        failures: number of uploads that did not succeed.
+        error: why the last upload did not succeed; `None` if it did.
+        published: the last one that did.
     """
 
     def __init__(self, args: TrainingArguments, repo_id: str):
@@ -51,11 +47,12 @@ class CheckpointPublisher:
         self._strategy, self._one_by_one = HubStrategy(args.hub_strategy), args.hub_always_push
         self._publish = partial(publish, repo_id=repo_id, private=args.hub_private_repo, revision=args.hub_revision)
         self._repo_id = repo_id
+        # Of the folders of this repository's snapshots: what waits for another repository is not for this one.
+        self._prefix = f"{repo_id.replace('/', '--')}@"
         self._staging = Path(args.output_dir) / UNPUBLISHED
         self._waiting = self._left_by_an_earlier_run()  # snapshots, oldest first
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._job: Future | None = None
 
     def submit(self, checkpoint: str | os.PathLike) -> None:
         """Queues the upload of a complete checkpoint, which may be deleted from then on."""
@@ -64,18 +61,16 @@ class CheckpointPublisher:
         except Exception as error:  # whatever happens to an upload, training goes on
             self._failed(error)
         else:
-            self._job = self._thread.submit(self._upload)
+            self._thread.submit(self._upload)
 
     def wait(self) -> None:
         """Returns when no upload is on its way."""
-        if self._job is not None:
-            self._job.result()
+        self._thread.submit(lambda: None).result()
 
     def finish(self) -> None:
         """Waits for what is on its way, tries once more what still waits, and drops what does not succeed."""
         self._thread.submit(self._upload).result()
-        if self._waiting:
-            names = _names(self._waiting)
+        if names := _names(self._waiting):
             logger.warning(f"Not on the Hub: {names}. `blockdraft push DIR {self._repo_id}` publishes a checkpoint.")
         self.forget()
 
@@ -86,19 +81,20 @@ class CheckpointPublisher:
             self._waiting = []
 
     def publish(self, directory: str | os.PathLike, **kwargs) -> CommitInfo:
-        """Publishes a saved draft after what is on its way; the arguments are those of [`publish`]. Raises what that
-        raises."""
-        self.wait()
+        """Publishes a saved draft after what is on its way; arguments and errors are those of [`publish`]."""
+        return self.start(directory, **kwargs).result()
+
+    def start(self, directory: str | os.PathLike, **kwargs) -> Future:
+        """[`~CheckpointPublisher.publish`] in the thread."""
+        return self._thread.submit(self._push, directory, **kwargs)
+
+    def _push(self, directory: str | os.PathLike, **kwargs) -> CommitInfo:
         try:
             self.published, self.error = self._publish(directory, **kwargs), None
-        except (PublishError, ValueError) as error:
+        except Exception as error:
             self.error = error
             raise
         return self.published
-
-    def start(self, directory: str | os.PathLike, **kwargs) -> Future:
-        """[`~CheckpointPublisher.publish`] in the thread, after what is on its way."""
-        return self._thread.submit(self._publish, directory, **kwargs)
 
     def _upload(self) -> None:
         """Uploads the newest checkpoint that waits; with `all_checkpoints`, those before it beside it."""
@@ -114,12 +110,11 @@ class CheckpointPublisher:
             folders = {snapshot.name: snapshot for snapshot in batch}
         message = f"Training in progress, step {newest.name.rpartition('-')[-1]}"
         try:
-            commit = self._publish(newest, commit_message=message, checkpoints=folders)
+            self._push(newest, commit_message=message, checkpoints=folders)
         except Exception as error:  # whatever happens to an upload, training goes on
             self._failed(error)
             self._add(batch, first=True)
         else:
-            self.published, self.error = commit, None
             self._drop(batch)
 
     def _failed(self, error: Exception) -> None:
@@ -137,9 +132,9 @@ class CheckpointPublisher:
 
     def _snapshot(self, checkpoint: Path) -> Path:
         """The checkpoint's files under the same name elsewhere: deleting the checkpoint does not touch them."""
-        files = published_files(checkpoint)
-        if self._strategy in WITH_CHECKPOINTS:
-            files = sorted({*files, *checkpoint_files(checkpoint)})
+        files = {*published_files(checkpoint)}
+        if self._strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            files |= {*checkpoint_files(checkpoint)}
         with self._lock:
             self._staging.mkdir(exist_ok=True)
             place = Path(tempfile.mkdtemp(dir=self._staging, prefix=self._prefix))
@@ -152,16 +147,10 @@ class CheckpointPublisher:
                 shutil.copy2(checkpoint / name, unfinished / name)
         return unfinished.rename(place / checkpoint.name)
 
-    @property
-    def _prefix(self) -> str:
-        """Of the folders of this repository's snapshots: what waits for another repository is not for this one."""
-        return f"{self._repo_id.replace('/', '--')}@"
-
     def _left_by_an_earlier_run(self) -> list[Path]:
         """What a run that was cut off did not publish, if every checkpoint is to go up. The rest is deleted: a newer
         checkpoint replaces it, or it was on its way to another repository."""
-        places = [*self._staging.iterdir()] if self._staging.is_dir() else []
-        waiting = []
+        places, waiting = [*self._staging.glob("*")], []
         if self._strategy == HubStrategy.ALL_CHECKPOINTS:
             left = sorted(self._staging.glob(f"*/{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: path.stat().st_mtime)
             waiting = [snapshot for snapshot in left if snapshot.parent.name.startswith(self._prefix)]

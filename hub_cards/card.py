@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -16,15 +16,15 @@ from transformers.utils import logging
 
 from ..modeling.families import family_of
 from ..modeling.saving.atomic_save import staged_directory
-from .facts import facts, git_revision, limits, recipe, target_id, text
+from .facts import git_revision, recipe, target_id, text
 from .plots import write_acceptance_plot
 from .results import FIGURES, DecodingResult, benchmark_entries, model_index, read_results
 from .rules import OTHER, check_datasets, check_license, is_hub_id
-from .serving import OWN_TARGET_TYPES, decoding_limits, serving
+from .serving import OWN_TARGET_TYPES, decoding_limits, engine_misfits_of, masked_slots_are_alike
 
 CARD, METRICS, ACCEPTANCE_PLOT = "README.md", "metrics.json", "acceptance.png"
 EVALUATION = ".eval_results/tau.yaml"  # where the Hub looks for figures of its benchmarks
-# What a card calls its own repository. No repository can have this name, so a push can fill it in wherever it stands.
+# What a card calls its own repository. No repository can have this name, so a push fills it in wherever it is.
 THIS_REPOSITORY = "<this repository>"
 TARGETS_TERMS = "terms-of-the-base-model"
 TRANSFORMERS_VERSION = "5.24"
@@ -45,95 +45,33 @@ def write_card(
     directory: str | os.PathLike,
     config: PreTrainedConfig,
     metrics: Mapping[str, Mapping] | None = None,
+    adapter: Mapping | None = None,
     **terms: str,
 ) -> Path:
-    """
-    Writes `README.md` of a draft and, where there are figures, `metrics.json` with them, `acceptance.png` if
-    acceptance by slot is known, and `.eval_results/tau.yaml` for benchmarks of the Hub: the same bytes for the same
-    arguments.
+    """Writes `README.md` of a draft, or of an adapter of one, and, where there are figures, `metrics.json` with them,
+    `acceptance.png` if acceptance by slot is known, and `.eval_results/tau.yaml` for benchmarks of the Hub: the same
+    bytes for the same arguments.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            The saved draft.
-        config (`DraftConfig`):
-            The draft's config. From it come target, objective and recipe, and with that licence and data sets.
-        metrics (`Mapping[str, Mapping]`, *optional*):
-            By data set, what `DecodingReport.headline()` returns, or a list of such, one for each protocol; see
+        directory: The saved draft or adapter.
+        config: The draft's config; for an adapter the base draft's, with the adapter's recipe in `training`. From it
+            come target, objective and recipe, and with that licence and data sets.
+        metrics: By data set, what `DecodingReport.headline()` returns, or a list of such, one for each protocol; see
             [`~blockdraft.hub_cards.results.read_results`].
-        terms (`str`, *optional*):
-            `license`, and for `"other"` `license_name` and `license_link`, in place of the config's; see
-            [`~blockdraft.hub_cards.rules.check_license`]. Without any, the card points to the target's terms.
+        adapter: Of an adapter: `base` and `base_revision` (the base draft on the Hub, and its commit), `peft_type`
+            ("LoRA" or "DoRA"), `r`, `trainable_parameters`, `total_parameters`.
+        terms: `license`, and for `"other"` `license_name` and `license_link`, in place of the config's; see
+            [`~blockdraft.hub_cards.rules.check_license`]. Without any, the card points to the terms of the target, or
+            of the base draft.
 
     Returns:
-        `Path`: the card.
+        The card's path.
 
     Raises:
         ValueError: if licence, data sets or metrics cannot go into a card; the message says why.
     """
-    return _write(directory, make_card(config, metrics, **terms), metrics)
-
-
-def write_adapter_card(
-    directory: str | os.PathLike,
-    config: PreTrainedConfig,
-    adapter: Mapping,
-    metrics: Mapping[str, Mapping] | None = None,
-    **terms: str,
-) -> Path:
-    """
-    Writes the card of an adapter, as [`write_card`] does that of a draft.
-
-    Args:
-        config (`DraftConfig`):
-            The base draft's, with the adapter's recipe in `training`.
-        adapter (`Mapping`):
-            `base` and `base_revision` (the base draft on the Hub, and its commit), `peft_type` ("LoRA" or "DoRA"),
-            `r`, `trainable_parameters`, `total_parameters`.
-    """
-    return _write(directory, make_adapter_card(config, adapter, metrics, **terms), metrics)
-
-
-def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Writes the card of a saved draft again, for a config that is about to replace the one in the directory and with
-    the metrics there. A card that was edited by hand is kept beside it."""
-    _keep_edited(directory, type(config).from_pretrained(directory))
-    write_card(directory, config, _saved_metrics(directory))
-
-
-def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
-    """
-    Adds a measurement to the card of a saved draft, in place of one of the same data set by the same protocol. A card
-    that was edited by hand is kept beside it.
-
-    Args:
-        directory, config: the saved draft and its config.
-        data (`str`): name of the data set.
-        headline (`Mapping`): what `DecodingReport.headline()` returns.
-    """
-    _keep_edited(directory, config)
-    metrics = _saved_metrics(directory)
-    earlier = metrics.get(data, [])
-    earlier = [earlier] if isinstance(earlier, Mapping) else earlier
-    kept = [result for result in earlier if result["protocol"] != headline["protocol"]]
-    write_card(directory, config, metrics | {data: [*kept, headline]})
-
-
-def _keep_edited(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Copies a card that is not the one that config and metrics give, before another one replaces it, and warns."""
-    card = Path(directory) / CARD
-    if card.exists() and card.read_bytes() != make_card(config, _saved_metrics(directory)).encode():
-        edited = shutil.copy2(card, f"{card}.edited")
-        logger.warning(f"The card is replaced. It had been edited: the edited one is kept, unpublished, as {edited}.")
-
-
-def _saved_metrics(directory: str | os.PathLike) -> dict:
-    file = Path(directory) / METRICS
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-
-
-def _write(directory: str | os.PathLike, page: str, metrics: Mapping[str, Mapping] | None) -> Path:
-    results = read_results(metrics)
-    curves = [(f"{result.data}, {tau}", result.acceptance) for result, tau in _with_acceptance(results)]
+    directory, page, results = Path(directory), make_card(config, metrics, adapter, **terms), read_results(metrics)
+    curves = [(result.curve_label, result.acceptance) for result in results if result.acceptance]
     entries = eval_result_entries_to_yaml(benchmark_entries(results))
     with staged_directory(directory) as staging:
         (staging / CARD).write_text(page, encoding="utf-8")
@@ -146,74 +84,100 @@ def _write(directory: str | os.PathLike, page: str, metrics: Mapping[str, Mappin
             (staging / EVALUATION).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
     for name, written in ((METRICS, metrics), (ACCEPTANCE_PLOT, curves), (EVALUATION, entries)):
         if not written:  # what is there belongs to other weights
-            (Path(directory) / name).unlink(missing_ok=True)
-    return Path(directory) / CARD
+            (directory / name).unlink(missing_ok=True)
+    return directory / CARD
 
 
-def make_card(config: PreTrainedConfig, metrics: Mapping[str, Mapping] | None = None, **terms: str) -> str:
-    """Text of a draft's card; the arguments are those of [`write_card`]."""
-    results = read_results(metrics)
-    # The Hub knows adapter, merge, quantized and finetune. A draft is what an adapter is, a small part that is trained
-    # beside a frozen model and is nothing without it. Listed as a finetune it would be offered in the model's place.
-    data = _metadata(config, target_id(config), "transformers", results, terms)
-    loop = {"loop_id": "draft_id", "loop_commit": "commit", "loop_owner": "this repository"}
-    return _render("draft_card.md", config, data, results, facts=facts(config), **loop)
+def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
+    """Writes the card of a saved draft again, for a config that is about to replace the one in the directory and with
+    the metrics there. A card that was edited by hand is kept beside it."""
+    _keep_edited(directory, type(config).from_pretrained(directory))
+    write_card(directory, config, saved_metrics(directory))
 
 
-def make_adapter_card(
-    config: PreTrainedConfig, adapter: Mapping, metrics: Mapping[str, Mapping] | None = None, **terms: str
+def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
+    """Adds a measurement to the card of a saved draft, in place of one of the same data set (`data`) by the same
+    protocol; `headline` is what `DecodingReport.headline()` returns. A card that was edited by hand is kept beside
+    it."""
+    _keep_edited(directory, config)
+    metrics = saved_metrics(directory)
+    earlier = metrics.get(data, [])
+    earlier = [earlier] if isinstance(earlier, Mapping) else earlier
+    kept = [result for result in earlier if result["protocol"] != headline["protocol"]]
+    write_card(directory, config, metrics | {data: [*kept, headline]})
+
+
+def _keep_edited(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
+    """Copies a card that is not the one that config and metrics give, before another one replaces it, and warns."""
+    card = Path(directory) / CARD
+    if card.exists() and card.read_bytes() != make_card(config, saved_metrics(directory)).encode():
+        edited = shutil.copy2(card, f"{card}.edited")
+        logger.warning(f"The card is replaced. It had been edited: the edited one is kept, unpublished, as {edited}.")
+
+
+def saved_metrics(directory: str | os.PathLike) -> dict:
+    """`metrics.json` beside a card; empty if nothing was measured."""
+    file = Path(directory) / METRICS
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def make_card(
+    config: PreTrainedConfig,
+    metrics: Mapping[str, Mapping] | None = None,
+    adapter: Mapping | None = None,
+    **terms: str,
 ) -> str:
-    """Text of an adapter's card; the arguments are those of [`write_adapter_card`]."""
-    results, kind = read_results(metrics), " ".join(adapter["peft_type"].split())
-    base = adapter["base"] if is_hub_id(adapter["base"]) else None
-    revision = adapter["base_revision"] if base else None
-    trained, total = adapter["trainable_parameters"], adapter["total_parameters"]
-    share = f"{trained / total:.2%}"
-    of_adapter = {
-        "base draft": base,
-        "its revision": revision,
-        "adapter": f"{kind}, rank {adapter['r']}",
-        "trained": f"{trained:,} of {total:,} parameters ({share})",
-    }
-    data = _metadata(config, base, "peft", results, terms, tags=[kind.lower()])
-    return _render(
-        "adapter_card.md",
-        config,
-        data,
-        results,
-        loop_id="base_id",
-        loop_commit="base_commit",
-        loop_owner="the base draft's repository",
-        facts={name: text(value) for name, value in of_adapter.items() if value} | facts(config),
-        peft_type=text(kind),
-        base_id=base or "path/to/the/base/draft",
-        base_link=_link(base) if base else "it was trained on",
-        base_revision=git_revision(revision),
-        trained=share,
+    """Text of a card; the arguments are those of [`write_card`]."""
+    results, record, target, family = read_results(metrics), config.target or {}, target_id(config), family_of(config)
+    if adapter is not None:
+        base = adapter["base"] if is_hub_id(adapter["base"]) else None  # no place on its author's machine
+        adapter = {**adapter, "base": base, "base_revision": git_revision(adapter["base_revision"]) if base else None}
+    page = _templates.get_template("draft_card.md" if adapter is None else "adapter_card.md").render(
+        config=config,
+        settings=config.to_dict(),
+        record=record,
+        method=family.method,
+        backbone=family.backbone,
+        metadata=_metadata(config, results, adapter, terms),
+        repository=THIS_REPOSITORY,
+        target=target,
+        target_name=target or f"a {text(record.get('architecture') or 'causal')} language model",
+        revision=git_revision(record.get("revision")) if target else None,
+        adapter=adapter,
+        needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
+        transformers_version=TRANSFORMERS_VERSION,
+        results=results,
+        figures={name: label for name, label in FIGURES.items() if any(name in r.figures for r in results)},
+        plot="; ".join(f"{result.data}: {result.shares_text}" for result in results if result.acceptance),
+        plot_name=ACCEPTANCE_PLOT,
+        misfits=engine_misfits_of(config),
+        training=recipe(config),
+        limits=decoding_limits(config),
+        slots_are_alike=masked_slots_are_alike(config),
+        targets_terms=TARGETS_TERMS,
     )
+    return re.sub(r"\n{3,}", "\n\n", page).rstrip("\n") + "\n"
 
 
 def _metadata(
-    config: PreTrainedConfig,
-    base_model: str | None,
-    library: str,
-    results: list[DecodingResult],
-    terms: Mapping[str, str],
-    tags: Sequence[str] = (),
+    config: PreTrainedConfig, results: list[DecodingResult], adapter: Mapping | None, terms: Mapping[str, str]
 ) -> ModelCardData:
     recorded, target, family = config.training or {}, target_id(config), family_of(config)
     check_datasets(datasets := recorded.get("datasets") or [])
-    entries = model_index(results)
+    # The Hub knows adapter, merge, quantized and finetune. A draft is what an adapter is, a small part that is trained
+    # beside a frozen model and is nothing without it. Listed as a finetune it would be offered in the model's place.
+    base, entries = target if adapter is None else adapter["base"], model_index(results)
+    kinds = [] if adapter is None else [" ".join(adapter["peft_type"].split()).lower()]
     return ModelCardData(
-        base_model=base_model,
-        base_model_relation="adapter" if base_model else None,
+        base_model=base,
+        base_model_relation="adapter" if base else None,
         datasets=datasets or None,
         eval_results=entries or None,
         model_name=f"{(target or 'target').split('/')[-1]}-{family.method.name}" if entries else None,
-        library_name=library,
+        library_name="transformers" if adapter is None else "peft",
         pipeline_tag="text-generation",
-        tags=[*TAGS, family.method.name.lower(), config.model_type, family.backbone, *tags],
-        **_terms(terms or recorded, base_model or target),
+        tags=[*TAGS, family.method.name.lower(), config.model_type, family.backbone, *kinds],
+        **_terms(terms or recorded, base or target),
     )
 
 
@@ -228,78 +192,11 @@ def _terms(stated: Mapping[str, str], base: str | None) -> dict[str, str]:
     return {"license": OTHER, "license_name": TARGETS_TERMS, "license_link": f"https://huggingface.co/{base}"}
 
 
-def _license_note(data: ModelCardData) -> str:
-    if data.license_name == TARGETS_TERMS:
-        return f"The weights come with no licence of their own: those of [the base model]({data.license_link}) apply."
-    if data.license == OTHER:
-        return f"The weights are licensed under [{text(data.license_name)}]({data.license_link})."
-    if data.license == "unknown":
-        return "The licence of the weights has not been stated; the target's terms apply to what is made from it."
-    return f"The weights are licensed under {text(data.license)}."
-
-
-def _render(
-    template: str, config: PreTrainedConfig, data: ModelCardData, results: list[DecodingResult], **values
-) -> str:
-    record, target, method = config.target or {}, target_id(config), family_of(config).method
-    unnamed = f"a {text(record.get('architecture') or 'causal')} language model"
-    revision = git_revision(record.get("revision")) if target else None
-    plotted = [f"{result.data}: {_shares(result)}" for result, _ in _with_acceptance(results)]
-    page = _templates.get_template(template).render(
-        metadata=data.to_yaml(),
-        method=method.name,
-        paper=method.paper,
-        repository=THIS_REPOSITORY,
-        target_name=target or unnamed,
-        target_link=_link(target) if target else unnamed,
-        target_id=target or "path/to/the/target",
-        revision=f', revision="{revision}"' if revision else "",
-        confidence=config.to_dict().get("confidence_head"),
-        needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
-        native_path=not decoding_limits(config),
-        transformers_version=TRANSFORMERS_VERSION,
-        drafted=config.num_drafted,
-        results=results,
-        figures={name: label for name, label in FIGURES.items() if any(name in r.figures for r in results)},
-        plot="; ".join(plotted),
-        plot_name=ACCEPTANCE_PLOT,
-        serving=serving(config, f'"{THIS_REPOSITORY}"'),
-        training=recipe(config),
-        limits=limits(config),
-        license_note=_license_note(data),
-        **values,
-    )
-    return re.sub(r"\n{3,}", "\n\n", page).rstrip("\n") + "\n"
-
-
-def name_repository(card: str, repo_id: str) -> str:
-    """A card with the name of its own repository in every place that is kept for it."""
-    return card.replace(THIS_REPOSITORY, repo_id)
-
-
 def check_card(page: str) -> None:
-    """Raises a `ValueError` unless a card has metadata that can be read. What the metadata says, the Hub validates
-    before a push sends any file."""
+    """Raises a `ValueError` unless a card has metadata that can be read; what they say, the Hub validates."""
     try:
         metadata = ModelCard(page).data.to_dict()
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"The card's metadata is not valid: {' '.join(str(error).split())}") from error
     if not metadata:
         raise ValueError("The card has no metadata: a README.md begins with a YAML block between two lines of `---`.")
-
-
-def _link(repo_id: str) -> str:
-    return f"[{repo_id}](https://huggingface.co/{repo_id})"
-
-
-def _with_acceptance(results: list[DecodingResult]) -> list[tuple[DecodingResult, str]]:
-    """Results whose acceptance by slot is known, and what else to say of their curve."""
-    return [
-        (result, f"tau {result.figures['tau']:.2f}" if "tau" in result.figures else result.protocol["decoding"])
-        for result in results
-        if result.acceptance
-    ]
-
-
-def _shares(result: DecodingResult) -> str:
-    return ", ".join(f"{100 * share:.0f}" for share in result.acceptance) + " %"

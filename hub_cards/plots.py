@@ -37,12 +37,8 @@ def shades(count: int) -> list:
 
 
 def acceptance_figure(curves: Sequence[tuple[str, Sequence[float]]]):
-    """
-    How far rounds get: a matplotlib `Figure`.
-
-    Args:
-        curves: a label, and the share of rounds that accept each drafted slot, from the first on.
-    """
+    """How far rounds get: a matplotlib `Figure` of `curves`, each a label and the share of rounds that accept each
+    drafted slot, from the first on."""
     figure, axes = new_axes("drafted token of the block", "rounds that accept the slot (%)")
     for (label, shares), colour in zip(curves, shades(len(curves)), strict=True):
         label = label[:LABEL_LENGTH].lstrip("_").replace("$", r"\$")  # text, neither hidden nor mathematics

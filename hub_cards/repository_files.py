@@ -1,55 +1,61 @@
-"""Which files of a saved draft, or of an adapter of one, go to its repository."""
+"""Which files of a saved draft, or of an adapter of one, go to its repository, and which of them are the model."""
 
 import json
 import os
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
+from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer_utils import get_last_checkpoint
 
-from .measurements import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MEASURED, WEIGHTS, is_one_of
+from .card import EVALUATION, METRICS
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Files of an earlier push that would be loaded with the model of a later one, or in its place.
+LOADED = (*WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+MODEL = ("config.json", *LOADED)
+# They belong to the model beside them: a push of another model deletes those that it does not replace. Other plots may
+# be the owner's.
+MEASURED = (
+    METRICS,
+    EVALUATION,
+    *"report.json report.md calibration.json calibration.md".split(),
+    *"all_results.json eval_results.json train_results.json".split(),
+    *"acceptance.png acceptance_by_slot.png acceptance_in_training.png accepted_lengths.png".split(),
+    *"expert_load.png loss.png reliability.png round_time.png".split(),
+)
 # With the modules that `auto_map` leads to, all that is published.
 PUBLISHED = (
-    "config.json",
-    "generation_config.json",
-    *WEIGHTS,
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    "README.md",
-    "LICENSE*",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "spiece.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "custom_generate/*.py",
-    "custom_generate/requirements.txt",
+    *MODEL,
+    *"generation_config.json README.md LICENSE*".split(),
+    *"tokenizer.json tokenizer_config.json tokenizer.model tiktoken.model spiece.model".split(),
+    *"special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt".split(),
+    *"chat_template.jinja additional_chat_templates/*.jinja".split(),
+    *"custom_generate/*.py custom_generate/requirements.txt".split(),
     *MEASURED,
-    "*_results.json",
-    "*.png",
+    *"*_results.json *.png".split(),
 )
 NEVER_PUBLISHED = "training_args.bin"  # a pickle of every setting
 
 
-def published_files(directory: str | os.PathLike) -> list[str]:
-    """
-    Which files of a saved draft, or of an adapter of one, belong in its repository.
+def is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a file has such a name; patterns are for files beside the weights, not in folders."""
+    return any(name == pattern or "/" not in name and fnmatch(name, pattern) for pattern in patterns)
 
-    Args:
-        directory (`str` or `os.PathLike`):
-            A directory that `DraftTrainer` or `save_pretrained` wrote.
+
+def is_local_path(name: str) -> bool:
+    return name.startswith((".", "~")) or "\\" in name or os.path.isabs(name) or os.path.exists(name)
+
+
+def published_files(directory: str | os.PathLike) -> list[str]:
+    """Which files of a directory that `DraftTrainer` or `save_pretrained` wrote belong in its repository.
 
     Returns:
-        `list[str]`: config, weights, code, card, tokenizer, metrics and plots, as sorted paths relative to
-        `directory`. All others are left out: optimizer states, pickles, whatever else is there.
+        Config, weights, code, card, tokenizer, metrics and plots, as sorted paths relative to `directory`. All others
+        are left out: optimizer states, pickles, whatever else is there.
 
     Raises:
         ValueError: if the directory is no complete draft, or holds links instead of files.
@@ -57,70 +63,57 @@ def published_files(directory: str | os.PathLike) -> list[str]:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"There is no directory {directory}.")
-    present = {
-        path.relative_to(directory).as_posix()
-        for pattern in PUBLISHED
-        for path in directory.glob(pattern)
-        if path.is_file() or path.is_symlink()
-    }
-    if ADAPTER_CONFIG in present:
-        _check_adapter(directory, present)
-    else:
-        _check_draft(directory, present)
-    files = sorted(present | _modules(directory, present))
-    if "README.md" not in present:
+    found = {path for pattern in PUBLISHED for path in directory.glob(pattern) if path.is_file() or path.is_symlink()}
+    files = {path.relative_to(directory).as_posix() for path in found}
+    (_check_adapter if ADAPTER_CONFIG in files else _check_draft)(directory, files)
+    for name in sorted(files & {"config.json", "tokenizer_config.json"}):
+        files |= code_files(directory / name)
+    if "README.md" not in files:
         raise ValueError(
             f"{directory} has no model card (README.md): write one with `blockdraft.hub_cards.card.write_card`, or "
             "push the draft itself, `draft.push_to_hub(repo_id)`."
         )
-    for name in files:
-        folder = os.path.dirname(name)
-        if (directory / name).is_symlink() or (folder and (directory / folder).is_symlink()):
+    for name in sorted(files):
+        if (directory / name).resolve() != directory.resolve() / name:
             raise ValueError(f"{directory / name} is a link: push a directory that holds the files themselves.")
-    return files
+    return sorted(files)
 
 
-def _check_draft(directory: Path, present: set[str]) -> None:
-    if "config.json" not in present:
+def _check_draft(directory: Path, files: set[str]) -> None:
+    if "config.json" not in files:
         if last := get_last_checkpoint(directory):
             raise ValueError(
                 f"{directory} is a training run without a final model: push a checkpoint, the last is {last}."
             )
         raise ValueError(f"{directory} holds no config.json: give the directory of a saved draft.")
-    if "model.safetensors.index.json" in present:
-        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        if missing := sorted(set(index["weight_map"].values()) - present):
+    if "model.safetensors.index.json" in files:
+        shards = _read(directory / "model.safetensors.index.json")["weight_map"].values()
+        if missing := sorted(set(shards) - files):
             raise ValueError(f"{directory} lacks {missing[0]}, which its weights' index names: save the draft again.")
-    elif "model.safetensors" not in present:
+    elif "model.safetensors" not in files:
         raise ValueError(f"{directory} holds no weights (model.safetensors): save the draft again.")
-    if "AutoModel" not in _auto_map(directory / "config.json"):
+    if "AutoModel" not in (_read(directory / "config.json").get("auto_map") or {}):
         raise ValueError(
             f"{directory / 'config.json'} names no code of a draft (`auto_map`): give a directory that a draft's own "
             "`save_pretrained` wrote."
         )
 
 
-def _check_adapter(directory: Path, present: set[str]) -> None:
-    if ADAPTER_WEIGHTS not in present:
+def _check_adapter(directory: Path, files: set[str]) -> None:
+    if ADAPTER_WEIGHTS not in files:
         raise ValueError(f"{directory} holds no weights ({ADAPTER_WEIGHTS}): save the adapter again.")
-    base = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = _read(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base or is_local_path(base):
         raise ValueError(
             f"`base_model_name_or_path` in {directory / ADAPTER_CONFIG} names no repository ({base or 'nothing'}): "
             "push the base draft first, and train the adapter on it under that name."
         )
-    if any(is_one_of(name, WEIGHTS) for name in present):
+    if any(is_one_of(name, WEIGHTS) for name in files):
         raise ValueError(f"{directory} holds a draft and an adapter: push each from a directory of its own.")
 
 
-def _auto_map(config: Path) -> dict:
-    return json.loads(config.read_text(encoding="utf-8")).get("auto_map") or {}
-
-
-def _modules(directory: Path, present: set[str]) -> set[str]:
-    """Python files beside the weights."""
-    configs = sorted(present & {"config.json", "tokenizer_config.json"})
-    return {module for name in configs for module in code_files(directory / name)}
+def _read(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def code_files(config: Path) -> set[str]:
@@ -130,7 +123,7 @@ def code_files(config: Path) -> set[str]:
         ValueError: if one is not beside the configuration.
     """
     modules = set()
-    for names in _auto_map(config).values():
+    for names in (_read(config).get("auto_map") or {}).values():
         for name in [names] if isinstance(names, str) else names:
             if name is None or "--" in name:  # code of another repository
                 continue
@@ -147,15 +140,40 @@ def code_files(config: Path) -> set[str]:
 
 def checkpoint_files(directory: str | os.PathLike) -> list[str]:
     """All files that resuming needs, relative to the checkpoint; no pickled arguments, nothing hidden, no links."""
-    directory = Path(directory)
-    paths = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
-    names = (path.relative_to(directory) for path in paths)
-    return sorted(
-        name.as_posix()
-        for name in names
-        if name.name != NEVER_PUBLISHED and not any(part.startswith(".") for part in name.parts)
-    )
+    paths = [path for path in Path(directory).rglob("*") if path.is_file() and not path.is_symlink()]
+    names = [path.relative_to(directory) for path in paths if path.name != NEVER_PUBLISHED]
+    return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
 
 
-def is_local_path(name: str) -> bool:
-    return name.startswith((".", "~")) or "\\" in name or os.path.isabs(name) or os.path.exists(name)
+# ---- which model is it? ---------------------------------------------------------------------------------------------
+
+
+def model_in(additions: Iterable[CommitOperationAdd]) -> dict[str, dict | str | None]:
+    """What makes the model that files are of, by file name: its weights' SHA-256, and its settings without the
+    versions that wrote them."""
+    found = {}
+    for addition in additions:
+        if is_one_of(name := addition.path_in_repo, MODEL):
+            with addition.as_file() as file:
+                found[name] = _settings(file.read()) if name.endswith(".json") else addition.upload_info.sha256.hex()
+    return found
+
+
+def model_at(api: HfApi, repo: str, commit: str) -> dict[str, dict | str | None]:
+    """[`model_in`] of a commit on the Hub."""
+    found = {}
+    for file in api.list_repo_tree(repo, revision=commit):
+        if is_one_of(file.path, MODEL):
+            found[file.path] = file.lfs and file.lfs.sha256
+            if file.path.endswith(".json"):
+                found[file.path] = _settings(Path(api.hf_hub_download(repo, file.path, revision=commit)).read_bytes())
+    return found
+
+
+def _settings(content: bytes) -> dict | None:
+    """`None` if they are damaged."""
+    try:
+        settings = json.loads(content)
+    except ValueError:
+        return None
+    return {name: value for name, value in settings.items() if name not in ("transformers_version", "peft_version")}

@@ -57,17 +57,18 @@ class DecodingResult:
         parts = [words.format(self.protocol[key]) for key, words in PROTOCOL.items() if key in self.protocol]
         return " ".join(", ".join(parts).split())
 
-    def figure_text(self, name: str) -> str:
-        """A table cell."""
-        if name not in self.figures:
-            return "-"
-        value = self.figures[name]
-        return f"{value:.0%}" if name == "looping_share" else f"{value:.2f}"
+    @property
+    def curve_label(self) -> str:
+        how = f"tau {self.figures['tau']:.2f}" if "tau" in self.figures else self.protocol["decoding"]
+        return f"{self.data}, {how}"
+
+    @property
+    def shares_text(self) -> str:
+        return ", ".join(f"{100 * share:.0f}" for share in self.acceptance) + " %"
 
 
 def read_results(metrics: Mapping[str, Mapping | Sequence[Mapping]] | None) -> list[DecodingResult]:
-    """
-    Checks what a card is given.
+    """Checks what a card is given.
 
     Args:
         metrics: by data set, what `DecodingReport.headline()` returns: `protocol` (a dict), any of [`FIGURES`] and, if
@@ -135,12 +136,9 @@ def model_index(results: list[DecodingResult]) -> list[EvalResult]:
 
 
 def benchmark_entries(results: list[DecodingResult]) -> list[EvalResultEntry]:
-    """
-    Entries of an evaluation file (`.eval_results/*.yaml`): tau by benchmark and protocol.
-
-    The Hub puts such a value on the leaderboard of the data set's task. A leaderboard of answers' quality is no place
-    for a draft's tau, so only results that name the task that ranks it have an entry.
-    """
+    """Entries of an evaluation file (`.eval_results/*.yaml`): tau by benchmark and protocol. The Hub puts it on the
+    leaderboard of the data set's task. One of answers' quality is no place for a draft's tau, so only results that
+    name the task that ranks it have an entry."""
     return [
         EvalResultEntry(
             dataset_id=result.data,

@@ -24,12 +24,8 @@ WAITS = (2.0, 4.0, 8.0)  # seconds between tries; the client waits on its own wi
 
 
 class PublishError(OSError):
-    """
-    A push that did not succeed; the message is one line with the repository, the cause and what to do.
-
-    Attributes:
-        temporary (`bool`): whether the same push may succeed later.
-    """
+    """A push that did not succeed; the message is one line with the repository, the cause and what to do. `temporary`:
+    whether the same push may succeed later."""
 
     def __init__(self, message: str, temporary: bool = False):
         super().__init__(message)

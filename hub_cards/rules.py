@@ -1,5 +1,4 @@
-"""What a card may name: repositories, data sets, licences. The rest of its metadata the Hub validates itself, before a
-push sends any file."""
+"""What a card may name: repositories, data sets, licences. The Hub validates the rest before a push sends any file."""
 
 import difflib
 import re
@@ -45,14 +44,12 @@ def is_hub_id(name) -> bool:
 
 
 def check_license(license: str | None, license_name: str | None = None, license_link: str | None = None) -> None:
-    """
-    Checks how the licence of a draft's weights is stated.
+    """Checks how the licence of a draft's weights is stated.
 
     Args:
-        license (`str`, *optional*):
-            The Hub's identifier, such as `apache-2.0`, or `other` for a licence that has none.
-        license_name, license_link (`str`, *optional*):
-            For `other`: what the licence is called, and where it can be read, a URL or `LICENSE` in the repository.
+        license: The Hub's identifier, such as `apache-2.0`, or `other` for a licence that has none.
+        license_name, license_link: For `other`: what the licence is called, and where it can be read, a URL or
+            `LICENSE` in the repository.
 
     Raises:
         ValueError: if `license` is no identifier (a path, several words), if name or link are missing beside `other`
@@ -61,19 +58,18 @@ def check_license(license: str | None, license_name: str | None = None, license_
     Warns:
         of an identifier that is not in the Hub's list: the Hub decides when the card is pushed.
     """
+    for setting, value in (("license_name", license_name), ("license_link", license_link)):
+        if license == OTHER and not (value or "").strip():
+            raise ValueError(f"`{setting}` is missing: `license` other is stated by a name and a link.")
+        if license != OTHER and value is not None:
+            raise ValueError(f"`{setting}` belongs to `license` other, and `license` is {license!r}: set that.")
     if license == OTHER:
-        for setting, value in (("license_name", license_name), ("license_link", license_link)):
-            if not (value or "").strip():
-                raise ValueError(f"`{setting}` is missing: `license` other is stated by a name and a link.")
         if not LICENSE_LINK.fullmatch(license_link):
             raise ValueError(
                 f"`license_link` is {license_link!r}: give a URL (https://...), or LICENSE, LICENSE.md or LICENSE.txt "
                 "for a file in the repository."
             )
         return
-    for setting, value in (("license_name", license_name), ("license_link", license_link)):
-        if value is not None:
-            raise ValueError(f"`{setting}` belongs to `license` other, and `license` is {license!r}: set that.")
     if license is None or license in LICENSES:
         return
     if not IDENTIFIER.fullmatch(license):

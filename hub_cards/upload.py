@@ -5,26 +5,26 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedModel
 
-from .card import CARD, check_card, name_repository, write_card
-from .measurements import (
+from .card import CARD, METRICS, THIS_REPOSITORY, check_card, saved_metrics, write_card
+from .repository_files import (
     ADAPTER_CONFIG,
     LOADED,
     MEASURED,
     MODEL,
     WEIGHTS,
-    is_model_of,
+    checkpoint_files,
+    is_local_path,
     is_one_of,
-    measured_in,
-    measured_on_the_hub,
+    model_at,
+    model_in,
+    published_files,
 )
-from .repository_files import checkpoint_files, is_local_path, published_files
 from .retries import PublishError, with_retries
 from .rules import is_hub_id
 
@@ -42,31 +42,20 @@ def publish(
     checkpoints: Mapping[str, str | os.PathLike] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> CommitInfo:
-    """
-    Uploads a saved draft in one commit. The same commit deletes what an earlier push left of another model: shards, an
-    adapter, measurements and plots.
-
-    After server errors, broken connections and other people's pushes it tries again, with growing waits.
+    """Uploads a saved draft in one commit, which also deletes what an earlier push left of another model: shards, an
+    adapter, measurements and plots. After server errors, broken connections and other people's pushes it tries again,
+    with growing waits.
 
     Args:
-        directory (`str` or `os.PathLike`):
-            The saved draft; [`published_files`] lists what is uploaded.
-        repo_id (`str`):
-            `name` or `owner/name`. The repository is made if there is none.
-        private (`bool`, *optional*):
-            Whether a new repository is private. `True` also refuses to write into one that is public.
-        revision (`str`, *optional*):
-            Branch; made from the default branch if there is none of that name.
-        create_pr (`bool`, *optional*, defaults to `False`):
-            Open a pull request instead.
-        commit_message, commit_description (`str`, *optional*):
-            Title and text of the commit.
-        token (`str` or `bool`, *optional*):
-            As in [`~huggingface_hub.HfApi`]. Best left out: log in with `hf auth login`, or set HF_TOKEN.
-        checkpoints (`Mapping[str, str or os.PathLike]`, *optional*):
-            Whole checkpoints to upload as well, to resume from, by their folder in the repository.
-        sleep (`Callable[[float], None]`, *optional*):
-            Waits between tries.
+        directory: The saved draft; [`published_files`] lists what is uploaded.
+        repo_id: `name` or `owner/name`. The repository is made if there is none.
+        private: Whether a new repository is private. `True` also refuses to write into one that is public.
+        revision: Branch; made from the default branch if there is none of that name.
+        create_pr: Open a pull request instead.
+        commit_message, commit_description: Title and text of the commit.
+        token: As in [`~huggingface_hub.HfApi`]. Best left out: log in with `hf auth login`, or set HF_TOKEN.
+        checkpoints: Whole checkpoints to upload as well, to resume from, by their folder in the repository.
+        sleep: Waits between tries.
 
     Returns:
         [`~huggingface_hub.CommitInfo`]: of the commit, or of the branch's head where nothing has changed.
@@ -90,7 +79,7 @@ def publish(
                 "Push the adapter to another repository."
             )
         additions = [_addition(directory, name) for name in files if name != CARD]
-        additions.append(CommitOperationAdd(CARD, name_repository(card, repo).encode()))
+        additions.append(CommitOperationAdd(CARD, card.replace(THIS_REPOSITORY, repo).encode()))
         for folder, checkpoint in (checkpoints or {}).items():
             additions += [_addition(Path(checkpoint), name, folder) for name in checkpoint_files(checkpoint)]
         new = {addition.path_in_repo for addition in additions}
@@ -98,7 +87,7 @@ def publish(
         left = [name for name in there if name not in new]
         stale = [name for name in left if name.startswith(folders) or is_one_of(name, LOADED)]
         measured = [name for name in left if is_one_of(name, MEASURED)]
-        if measured and not is_model_of(api, repo, head.sha, additions):
+        if measured and model_at(api, repo, head.sha) != model_in(additions):
             stale += measured
         return api.create_commit(
             repo,
@@ -122,17 +111,14 @@ def publish_model(
     max_shard_size: int | str = "50GB",
     **kwargs,
 ) -> CommitInfo:
-    """
-    Saves a draft with a new card and publishes it; this is `draft.push_to_hub`. While the draft's weights and settings
-    are those that it was loaded with, the card keeps the measurements of the place it was loaded from: a directory, or
-    the default branch of a repository.
+    """Saves a draft with a new card and publishes it; this is `draft.push_to_hub`. While the draft's weights and
+    settings are those that it was loaded with, the card keeps the measurements of the place it was loaded from: a
+    directory, or the default branch of a repository.
 
     Args:
-        draft ([`DraftPreTrainedModel`]): the draft.
-        repo_id (`str`): `name` or `owner/name`.
-        tags (`Iterable[str]`, *optional*): more tags for the card.
-        max_shard_size (`int` or `str`, *optional*): as in `save_pretrained`.
-        kwargs: those of [`publish`].
+        tags: more tags for the card.
+        max_shard_size: as in `save_pretrained`.
+        repo_id, kwargs: those of [`publish`].
     """
     with tempfile.TemporaryDirectory() as directory:
         draft.save_pretrained(directory, max_shard_size=max_shard_size)
@@ -147,12 +133,23 @@ def publish_model(
 
 def _measured(source: str, saved: Path, repo_id: str, token: str | bool | None) -> dict | None:
     """`metrics.json` of the place that a draft was loaded from, if the draft there is the one that was `saved` now."""
+
+    def on_the_hub(api: HfApi) -> dict | None:
+        try:
+            commit = api.model_info(source).sha
+            metrics = saved_metrics(Path(api.hf_hub_download(source, METRICS, revision=commit)).parent)
+        except (RepositoryNotFoundError, RemoteEntryNotFoundError):  # gone since then, or nothing was measured
+            return None
+        return metrics if model_at(api, source, commit) == _model(saved) else None
+
     if os.path.isdir(source):
-        return measured_in(source, saved)
-    if not is_hub_id(source):
-        return None
-    additions = [_addition(saved, path.name) for path in saved.iterdir() if is_one_of(path.name, MODEL)]
-    return with_retries(partial(measured_on_the_hub, source, additions), repo_id, token)
+        metrics = saved_metrics(source)
+        return metrics if metrics and _model(Path(source)) == _model(saved) else None
+    return with_retries(on_the_hub, repo_id, token) if is_hub_id(source) else None
+
+
+def _model(directory: Path) -> dict:
+    return model_in(_addition(directory, file.name) for file in directory.iterdir() if is_one_of(file.name, MODEL))
 
 
 def prepare_repository(api: HfApi, repo_id: str, private: bool | None) -> str:

@@ -9,7 +9,7 @@ import torch
 from decoding_models import MASK, build_target, prompts
 from draft_trainers import BLOCK, make_rows
 from dspark_trainers import dspark_arguments
-from kimi_k3_dspark import KimiK3DSparkConfig, KimiK3DSparkModel
+from kimi_k3_dspark import KimiK3DSparkConfig, KimiK3DSparkModel, add_kimi_k3_dspark
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from blockdraft.hub_cards.card import check_card, make_card
 from blockdraft.modeling.decoding.block_decoding import block_decode
-from blockdraft.modeling.families import DSPARK, FAMILIES, DraftFamily, family_of
+from blockdraft.modeling.families import DraftFamily, family_of
 from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
 from blockdraft.trainer.loading import new_draft, new_trainer
@@ -27,13 +27,9 @@ SETTINGS = {"is_causal": False, "sliding_window": 6, "num_full_attention_layers"
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch) -> DraftFamily:
-    module = KimiK3DSparkConfig.__module__
-    classes = (f"{module}:KimiK3DSparkConfig", f"{module}:KimiK3DSparkModel")
-    line = DraftFamily(KimiK3DSparkConfig.model_type, DSPARK, "kimi_k3", *classes)
-    monkeypatch.setitem(FAMILIES, "kimi_k3_dspark", line)
     AutoConfig.register(KimiK3DSparkConfig.model_type, KimiK3DSparkConfig)
     AutoModel.register(KimiK3DSparkConfig, KimiK3DSparkModel)
-    yield line
+    yield add_kimi_k3_dspark(monkeypatch)
     CONFIG_MAPPING._extra_content.pop(KimiK3DSparkConfig.model_type)
     MODEL_MAPPING._extra_content.pop(KimiK3DSparkConfig)
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
-from ..hub_cards.measurements import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..hub_cards.repository_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..hub_cards.rules import is_hub_id
 from ..modeling.saving.atomic_save import staged_directory
 

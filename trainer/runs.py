@@ -10,7 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.utils import CONFIG_NAME
 
-from ..hub_cards.measurements import ADAPTER_CONFIG
+from ..hub_cards.repository_files import ADAPTER_CONFIG
 from ..modeling.saving.atomic_save import staged_directory
 from .adapters import check_resumable
 from .draft_trainer import DraftTrainer

@@ -24,7 +24,7 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from ..hub_cards.background import CheckpointPublisher
-from ..hub_cards.card import write_adapter_card, write_card
+from ..hub_cards.card import write_card
 from ..hub_cards.retries import PublishError, with_retries
 from ..hub_cards.upload import prepare_repository
 from ..modeling.saving.atomic_save import sync
@@ -98,7 +98,7 @@ class SavingTrainer(Trainer):
         if self.adapter is not None:
             if self.args.should_save:
                 save_adapter(directory, self.adapter, state_dict)
-                write_adapter_card(directory, self.draft_config, describe(self.adapter), metrics)
+                write_card(directory, self.draft_config, metrics, describe(self.adapter))
             return
         super()._save(str(directory), state_dict)
         if self.args.should_save:

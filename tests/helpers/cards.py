@@ -6,6 +6,7 @@ import re
 import yaml
 from deepseek_v41_dspark_models import TINY as TINY_DSPARK
 from draft_models import TINY as TINY_DFLASH
+from kimi_k3_dspark import KimiK3DSparkConfig
 
 from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
@@ -63,6 +64,10 @@ def config(**settings) -> KimiK3DFlashConfig:
 
 def dspark_config(**settings) -> DeepseekV41DSparkConfig:
     return DeepseekV41DSparkConfig(**(TINY_DSPARK | {"target": TARGET} | RECIPE | settings))
+
+
+def third_config(**settings) -> KimiK3DSparkConfig:
+    return KimiK3DSparkConfig(**(TINY_DFLASH | {"target": TARGET, "markov_rank": 4} | RECIPE | settings))
 
 
 def recipe(**settings) -> dict:

@@ -1,5 +1,6 @@
-"""A third draft, which the package does not know: DSpark's heads on Kimi K3's layers. A config and a model."""
+"""A third draft, which the package does not know: DSpark's heads on Kimi K3's layers. A config, a model and a line."""
 
+import pytest
 import torch
 from huggingface_hub.dataclasses import strict
 
@@ -8,6 +9,7 @@ from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashCo
 from blockdraft.modeling.draft.dspark_heads import DSparkHeads, DSparkOutput
 from blockdraft.modeling.draft.modeling_draft import draft_arguments
 from blockdraft.modeling.draft.modeling_dspark import DSparkDraftModel, DSparkTokenForward
+from blockdraft.modeling.families import DSPARK, FAMILIES, DraftFamily
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
 
@@ -42,3 +44,11 @@ class KimiK3DSparkBackbone(DSparkDraftModel, KimiK3DFlashDraftModel):
 
 class KimiK3DSparkModel(DSparkTokenForward, KimiK3DSparkBackbone):
     """With the forward on token ids, for use without a trainer."""
+
+
+def add_kimi_k3_dspark(monkeypatch: pytest.MonkeyPatch) -> DraftFamily:
+    """Gives it its line in the table of families."""
+    classes = (f"{__name__}:KimiK3DSparkConfig", f"{__name__}:KimiK3DSparkModel")
+    line = DraftFamily(KimiK3DSparkConfig.model_type, DSPARK, "kimi_k3", *classes)
+    monkeypatch.setitem(FAMILIES, line.model_type, line)
+    return line

@@ -31,11 +31,8 @@ from blockdraft.hub_cards.card import (
     THIS_REPOSITORY,
     TRANSFORMERS_VERSION,
     check_card,
-    make_adapter_card,
     make_card,
-    name_repository,
     rewrite_card,
-    write_adapter_card,
     write_card,
 )
 from blockdraft.hub_cards.facts import text
@@ -130,7 +127,7 @@ def test_own_targets_need_the_package():
     card = make_card(config(target=TARGET | {"model_type": "kimi_k3_text"}))
     assert code_of(card).startswith("import blockdraft") and "from the `blockdraft` package, which has to be" in card
     dspark = dspark_config(target=V41, capture_point="attention_input_mean")
-    for page in (card, make_card(config()), make_card(dspark), make_adapter_card(dspark, ADAPTER)):
+    for page in (card, make_card(config()), make_card(dspark), make_card(dspark, adapter=ADAPTER)):
         [install] = re.findall(r"```bash\n(pip .*)\n```", page)
         assert "blockdraft" not in install
 
@@ -144,7 +141,7 @@ def test_dspark_card():
 
 
 def test_adapter_card():
-    card = make_adapter_card(config(**recipe(adapter={"r": 8, "base": "user/base-draft"})), ADAPTER, METRICS)
+    card = make_card(config(**recipe(adapter={"r": 8, "base": "user/base-draft"})), METRICS, ADAPTER)
     data = metadata(card)
     assert (data["base_model"], data["base_model_relation"], data["library_name"]) == (
         "user/base-draft",
@@ -166,8 +163,8 @@ def test_adapter_card():
 def test_a_published_card_names_its_repository():
     """In every place that is kept for it, by a name that no repository can have."""
     draft = make_card(dspark_config(target=V41, capture_point="attention_input_mean"))
-    cards = (draft, make_adapter_card(config(), ADAPTER))
-    published = [name_repository(card, "me/mine") for card in cards]
+    cards = (draft, make_card(config(), adapter=ADAPTER))
+    published = [card.replace(THIS_REPOSITORY, "me/mine") for card in cards]
     assert 'draft_id, commit = "me/mine", "<commit sha>"' in code_of(published[0])
     assert 'blockdraft export "me/mine" --into TARGET_DIR' in published[0]
     assert '    "me/mine", revision=' in code_of(published[1]) and 'load_draft("me/mine", ' in published[1]
@@ -177,7 +174,7 @@ def test_a_published_card_names_its_repository():
 
 def test_adapter_of_a_base_in_a_directory():
     local = ADAPTER | {"base": "/home/someone/base-draft", "base_revision": None, "peft_type": "DoRA"}
-    card = make_adapter_card(dspark_config(), local)
+    card = make_card(dspark_config(), adapter=local)
     assert "someone" not in card and "None" not in card and "base_model" not in metadata(card)
     assert metadata(card)["license_link"] == "https://huggingface.co/Qwen/Qwen3-0.6B"
     assert 'base_id, base_commit = "path/to/the/base/draft", "<commit sha>"' in code_of(card)
@@ -194,11 +191,11 @@ def test_the_code_of_the_cards_runs(tmp_path, chat_tokenizer):
     for family, build in (("dflash", build_draft), ("dspark", build_dspark_draft)):
         draft = build(target)
         draft.save_pretrained(tmp_path / family)
-        cards[family] = name_repository(make_card(draft.config), str(tmp_path / family))
+        cards[family] = make_card(draft.config).replace(THIS_REPOSITORY, str(tmp_path / family))
     model = adapt(KimiK3DFlashDraftModel.from_pretrained(tmp_path / "dflash"), LoraConfig(r=2))
     save_adapter(tmp_path / "adapter", model)
-    card = make_adapter_card(model.config, describe(model)).replace("path/to/the/base/draft", str(tmp_path / "dflash"))
-    cards["adapter"] = name_repository(card, str(tmp_path / "adapter"))
+    card = make_card(model.config, adapter=describe(model)).replace("path/to/the/base/draft", str(tmp_path / "dflash"))
+    cards["adapter"] = card.replace(THIS_REPOSITORY, str(tmp_path / "adapter"))
     for card in cards.values():
         code = code_of(card).replace("path/to/the/target", str(tmp_path / "target")).replace("tokens=256", "tokens=8")
         names = {}
@@ -233,8 +230,8 @@ def test_the_record_of_a_target_in_a_directory_keeps_the_folder_s_name_alone(tmp
     assert target_record(target, None)["name_or_path"] == "owner/other"
 
 
-@pytest.mark.parametrize("make", [make_card, lambda *args: make_adapter_card(args[0], ADAPTER, *args[1:])])
-def test_what_says_nothing_or_too_much_is_left_out(make):
+@pytest.mark.parametrize("adapter", [None, ADAPTER])
+def test_what_says_nothing_or_too_much_is_left_out(adapter):
     settings = {
         "epoch": None,
         "noise": math.nan,
@@ -245,7 +242,7 @@ def test_what_says_nothing_or_too_much_is_left_out(make):
     }
     given = config(**recipe(**settings), target={"architecture": "LlamaForCausalLM", "revision": None, "dtype": None})
     for metrics in (None, METRICS):
-        card = make(given, metrics)
+        card = make_card(given, metrics, adapter)
         for word in ("someone", "None", "nan", "null", "rows", "{{", "{%", "\n\n\n", "epoch", "noise"):
             assert word not in card, word
         assert table_of(card, "Training")["adapter"] == "r 4"
@@ -306,8 +303,7 @@ def test_hostile_names_are_text(name, tmp_path):
     }
     metrics = {name: CHAT | {"protocol": PROTOCOL | {"hardware": name}}}
     for adapter in (None, ADAPTER | {"base": name, "peft_type": name, "base_revision": name}):
-        arguments = (config(**settings), metrics) if adapter is None else (config(**settings), adapter, metrics)
-        card = (write_adapter_card if adapter else write_card)(tmp_path, *arguments).read_text()
+        card = write_card(tmp_path, config(**settings), metrics, adapter).read_text()
         check_card(card)
         data = metadata(card)
         plain = " ".join(name.split())

@@ -7,7 +7,7 @@ from cards import ADAPTER, CHAT, METRICS, PROTOCOL, TARGET, config
 from deepseek_v41_dspark_models import tiny_dspark
 from huggingface_hub import ModelCard
 
-from blockdraft.hub_cards.card import add_to_card, write_adapter_card, write_card
+from blockdraft.hub_cards.card import add_to_card, write_card
 from blockdraft.hub_cards.repository_files import PUBLISHED
 from blockdraft.trainer.evaluation.calibration import save_temperatures
 
@@ -24,7 +24,7 @@ def test_a_measurement_is_added_and_replaced(tmp_path):
 
 
 def test_figures_of_earlier_weights_do_not_stay(tmp_path):
-    write_adapter_card(tmp_path, config(), ADAPTER, METRICS)
+    write_card(tmp_path, config(), METRICS, ADAPTER)
     assert sorted(os.listdir(tmp_path)) == ["README.md", "acceptance.png", "metrics.json"]
     write_card(tmp_path, config(), {"code": {"tau": 2, "protocol": PROTOCOL}})
     assert sorted(os.listdir(tmp_path)) == ["README.md", "metrics.json"]

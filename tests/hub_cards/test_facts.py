@@ -1,11 +1,15 @@
 """What cards say of a draft: read off its settings, in words, whatever its family."""
 
 import pytest
-from cards import TARGET, V41, config, dspark_config, table_of
-from third_draft import ThirdConfig, add_third_family
+from cards import TARGET, V41, config, dspark_config, table_of, third_config
+from kimi_k3_dspark import add_kimi_k3_dspark
 
 from blockdraft.hub_cards.card import make_card
-from blockdraft.hub_cards.facts import facts, limits, recipe
+from blockdraft.hub_cards.facts import recipe
+
+
+def facts(config) -> dict[str, str]:
+    return table_of(make_card(config), "What it is")
 
 
 def test_what_only_dspark_has():
@@ -20,21 +24,20 @@ def test_what_only_dspark_has():
     assert "before the final norm (pre_norm)" in facts(dspark_config(confidence_input="pre_norm"))["confidence head"]
     bare = dspark_config(markov_rank=None)
     assert facts(bare)["Markov head"] == facts(bare)["confidence head"] == "none"
-    assert "confidence temperatures by slot" not in facts(bare) and "calibrate" not in " ".join(limits(bare))
-    assert "not calibrated" in " ".join(limits(dspark_config()))
+    assert "confidence temperatures by slot" not in facts(bare) and "calibrate" not in make_card(bare)
+    assert "not calibrated" in make_card(dspark_config())
     assert recipe(dspark_config(objective={"loss_type": "dspark"}))["labels"].endswith("the target's own distribution")
     assert not {"Markov head", "confidence head", "experts"} & facts(config()).keys()
 
 
 def test_a_draft_of_another_family(monkeypatch):
     """A line in the table of families gives it a card."""
-    add_third_family(monkeypatch)
-    heads = {"confidence_head": True, "sliding_window": 4, "num_full_attention_layers": 1, "model_type": "third"}
-    card = make_card(ThirdConfig.from_dict(config(num_hidden_layers=3).to_dict() | heads))
+    add_kimi_k3_dspark(monkeypatch)
+    card = make_card(third_config(num_hidden_layers=3, sliding_window=4, num_full_attention_layers=1))
     known = table_of(card, "What it is")
     assert known["Markov head"] == "rank 4" and known["confidence temperatures by slot"] == "not calibrated"
     assert known["context window"] == "4 tokens; the last layer sees the whole context" and "experts" not in known
-    assert "# DSpark draft for Qwen/Qwen3-0.6B" in card and "- third\n- kimi_k3\n" in card
+    assert "# DSpark draft for Qwen/Qwen3-0.6B" in card and "- kimi_k3_dspark\n- kimi_k3\n" in card
     assert "ConfidenceThreshold" in card and "`blockdraft calibrate`" in card
 
 
@@ -42,9 +45,9 @@ def test_the_form_of_the_target_is_named():
     card = make_card(
         config(target=TARGET | {"quantization": "mxfp4", "adapters": ["LORA"], "weights_sha256": "f" * 64})
     )
-    facts = table_of(card, "What it is")
-    assert facts["target in training"] == "bfloat16, quantised (mxfp4), with adapters (LORA)"
-    assert facts["target's fingerprint"] == f"weights {'f' * 16}, embedding {'ab' * 8}"
+    known = table_of(card, "What it is")
+    assert known["target in training"] == "bfloat16, quantised (mxfp4), with adapters (LORA)"
+    assert known["target's fingerprint"] == f"weights {'f' * 16}, embedding {'ab' * 8}"
     assert "load the target with the same adapter" in card and "PEFT" not in make_card(config())
 
 
@@ -52,7 +55,7 @@ def test_a_draft_of_variable_prefixes_drafts_one_token_less():
     variable = config(objective={"loss_type": "variable_prefix"})
     assert (config().num_drafted, variable.num_drafted, dspark_config().num_drafted) == (3, 2, 4)
     assert config(objective={"loss_type": "variable_prefix"}, block_size=2).num_drafted == 1
-    assert table_of(make_card(variable), "What it is")["block"] == "4 slots: 2 known, 2 drafted"
+    assert facts(variable)["block"] == "4 slots: 2 known, 2 drafted"
 
 
 @pytest.mark.parametrize(
@@ -65,5 +68,4 @@ def test_a_draft_of_variable_prefixes_drafts_one_token_less():
     ],
 )
 def test_the_context_of_each_layer_is_said(settings, says):
-    card = make_card(config(num_hidden_layers=3, **settings))
-    assert table_of(card, "What it is")["context window"] == says
+    assert facts(config(num_hidden_layers=3, **settings))["context window"] == says

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from blockdraft.hub_cards.repository_files import published_files
+from blockdraft.hub_cards.repository_files import MEASURED, is_one_of, published_files
 from blockdraft.trainer.cli.main import main
+from blockdraft.trainer.evaluation.report_folder import CAPTIONS, RELIABILITY, TEXTS
 
 REPO = "user/draft"
 
@@ -69,3 +70,14 @@ def test_wrong_directories_are_one_clear_line(saved, capsys, damage, message):
 
 def test_of_an_adapter(adapter):
     assert published_files(adapter) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_every_plot_and_text_of_a_report_is_known_as_a_measurement():
+    assert {*CAPTIONS, *TEXTS, RELIABILITY} < set(MEASURED)
+
+
+def test_only_files_beside_the_weights_are_measurements_but_for_the_hub_s_evaluation_file():
+    measured = ("metrics.json", "loss.png", ".eval_results/tau.yaml")
+    others = ("other/loss.png", ".eval_results/gsm8k.yaml", "a.png")
+    assert all(is_one_of(name, MEASURED) for name in measured)
+    assert not any(is_one_of(name, MEASURED) for name in others)

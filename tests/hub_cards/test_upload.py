@@ -15,9 +15,8 @@ from safetensors.torch import load
 from transformers import AutoModel
 
 from blockdraft.hub_cards import retries
-from blockdraft.hub_cards.card import name_repository, write_card
-from blockdraft.hub_cards.measurements import MEASURED
-from blockdraft.hub_cards.repository_files import published_files
+from blockdraft.hub_cards.card import THIS_REPOSITORY, write_card
+from blockdraft.hub_cards.repository_files import MEASURED, published_files
 from blockdraft.hub_cards.retries import PublishError
 from blockdraft.hub_cards.upload import publish
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
@@ -35,7 +34,7 @@ def test_push_and_push_again(hub, saved):
     assert repo.private and repo.refs["main"] == first.oid
     assert set(repo.tree()) == {*published_files(saved), ".gitattributes"}
     contents = {name: (saved / name).read_bytes() for name in published_files(saved)}
-    contents["README.md"] = name_repository(contents["README.md"].decode(), REPO).encode()
+    contents["README.md"] = contents["README.md"].decode().replace(THIS_REPOSITORY, REPO).encode()
     assert {name: repo.tree()[name].content for name in contents} == contents
     assert REPO.encode() in contents["README.md"]
     assert publish(saved, REPO).oid == first.oid  # nothing has changed

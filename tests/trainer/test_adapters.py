@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
-from blockdraft.hub_cards.card import name_repository
+from blockdraft.hub_cards.card import THIS_REPOSITORY
 from blockdraft.hub_cards.repository_files import published_files
 from blockdraft.modeling.decoding.block_decoding import block_decode
 from blockdraft.trainer.adapters import load_merged, read_record, save_adapter
@@ -169,7 +169,7 @@ def test_what_an_adapter_says_of_itself(tmp_path, bases):
 
     save_temperatures(trainer.draft, [1.0, 2.0, 0.5, 1.5], tmp_path)
     # As the card says: a draft that describes itself, in memory and where it is saved.
-    card = name_repository((tmp_path / "README.md").read_text(), str(tmp_path))
+    card = (tmp_path / "README.md").read_text().replace(THIS_REPOSITORY, str(tmp_path))
     [arguments] = re.findall(r'`blockdraft\.trainer\.\w+\.load_draft\("(.*?)", revision="(.*?)"\)`', card)
     draft = load_draft(arguments[0], revision=arguments[1])
     draft.save_pretrained(tmp_path / "kept")

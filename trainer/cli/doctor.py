@@ -43,7 +43,7 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
     from ..diagnostics.checkpoint import draft_folder
     from ..diagnostics.doctor import doctor
     from ..diagnostics.findings import FAULT, findings_text
-    from ..diagnostics.rows import check_provenance
+    from ..diagnostics.static_checks import check_provenance
     from ..loading import load_draft
     from .opening import open_target, target_commit
 

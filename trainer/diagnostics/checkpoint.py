@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -16,32 +16,43 @@ from ..evaluation.report_folder import REPORT_NAME
 from ..loading import check_draft
 from .findings import Check, Finding, fault, ok, skipped
 
-OBJECTS = ("auto_map", "target", "objective", "training")  # settings that hold settings
+LOGGED = ("accuracy", "estimated_tau")
 CANNOT_BE = (ValueError, TypeError, StrictDataclassError)
 
 
 def draft_folder(name: str, revision: str | None = None) -> Path:
-    """The directory of a draft, downloaded if it is on the Hub, at a commit, branch or tag.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The directory of a draft, downloaded if it is on the Hub, at a commit, branch or tag. Raises a `ValueError` if
+    there is none."""
     check_draft(name, revision)
     if Path(name).is_dir():
         return Path(name)
-    wanted = {"allow_patterns": ["*.json", "*.safetensors", "*.py", "*.jinja"]}
-    wanted["ignore_patterns"] = "*/*.safetensors"  # of checkpoints: `*` stands for folders too
+    wanted, left_out = ["*.json", "*.safetensors", "*.py", "*.jinja"], "*/*.safetensors"  # of checkpoints in it
     try:
-        return Path(snapshot_download(name, revision=revision, **wanted))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=left_out))
     except (OSError, ValueError) as error:
         raise ValueError(f"`draft`: {name} is no directory here, and the Hub does not give it: {error}") from error
 
 
-# ---- configuration and weights --------------------------------------------------------------------------------------
+def load_leniently(folder: Path) -> tuple[PreTrainedConfig | None, PreTrainedModel | None, list[Finding]]:
+    """Configuration and draft, in evaluation mode on the CPU, each `None` where it cannot be loaded; and the findings
+    "configuration" and "weights". Raises a `ValueError` if the folder holds no draft of ours."""
+    stored, family = _read_settings(folder)
+    config, finding = _read_config(family.config, stored)
+    findings = [finding.of("configuration", "Correct config.json, or save the draft again.")]
+    if config is None:
+        return None, None, findings
+    leniently = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        draft, info = family.model.from_pretrained(folder, config=config, **leniently)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        unreadable = fault(f"they cannot be read: {' '.join(str(error).split())}")
+        return config, None, [*findings, unreadable.of("weights", "Save or download the draft again.")]
+    fix = "Save the draft again after its training. Delete an embedding or LM head: the target's own is used."
+    return config, draft.eval(), [*findings, _loading(info).of("weights", fix)]
 
 
-def read_settings(folder: Path) -> tuple[dict, DraftFamily]:
-    """`config.json` as it is stored, and the family that it names. Raises a `ValueError` if it is not a draft's."""
+def _read_settings(folder: Path) -> tuple[dict, DraftFamily]:
+    """`config.json` as it is stored, and the family that it names."""
     path, families = folder / "config.json", {family.model_type: family for family in FAMILIES.values()}
     if not path.is_file():
         raise ValueError(f"`draft`: {folder} has no config.json, so it holds no draft.")
@@ -51,7 +62,8 @@ def read_settings(folder: Path) -> tuple[dict, DraftFamily]:
         raise ValueError(f"`draft`: {path} holds no settings: {error}. Save the draft again.") from error
     if (model_type := str(stored.get("model_type"))) not in families:
         raise ValueError(f"`draft`: {path} has the `model_type` {model_type!r}; a draft has {', '.join(families)}.")
-    for name in {*OBJECTS, families[model_type].config.engine_view_key} & stored.keys():
+    objects = {"auto_map", "target", "objective", "training", families[model_type].config.engine_view_key}
+    for name in objects & stored.keys():
         if not isinstance(stored[name], dict | None):
             raise ValueError(f"`draft`: {path}: `{name}` is {stored[name]!r}, not an object. Save the draft again.")
     return stored, families[model_type]
@@ -65,27 +77,6 @@ def _read_object(path: Path) -> dict:
     return stored
 
 
-def load_leniently(folder: Path) -> tuple[PreTrainedConfig | None, PreTrainedModel | None, list[Finding]]:
-    """Loads what can be loaded of a draft that may be broken.
-
-    Returns:
-        Configuration and draft, in evaluation mode on the CPU, each `None` where it cannot be; and the findings
-        "configuration" and "weights".
-    """
-    stored, family = read_settings(folder)
-    config, finding = _read_config(family.config, stored)
-    findings = [finding.of("configuration", "Correct config.json, or save the draft again.")]
-    if config is None:
-        return None, None, findings
-    settings = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
-    try:
-        draft, info = family.model.from_pretrained(folder, **settings)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        unreadable = fault(f"they cannot be read: {' '.join(str(error).split())}")
-        return config, None, [*findings, unreadable.of("weights", "Save or download the draft again.")]
-    return config, draft.eval(), [*findings, _loading(info).of("weights", "Save the draft again after its training.")]
-
-
 def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrainedConfig | None, Finding]:
     """The configuration; where it contradicts itself, what it says under the draft's own names, not the engines'."""
     try:
@@ -93,11 +84,10 @@ def _read_config(kind: type[PreTrainedConfig], stored: dict) -> tuple[PreTrained
         return config, ok(f"{config.model_type}, complete; blocks of {config.block_size}")
     except CANNOT_BE as error:
         finding = fault(" ".join(str(error).split()))
-    at_top = kind.engine_view_key is None
-    view = stored if at_top else stored.get(kind.engine_view_key) or {}
+    view = stored if kind.engine_view_key is None else stored.get(kind.engine_view_key) or {}
     own = {ours: view[theirs] for theirs, ours in kind.engine_view.items() if theirs in view}
-    dropped = {"sample_from_anchor", kind.engine_view_key, *(kind.engine_view if at_top else ())}
-    own |= {name: value for name, value in stored.items() if name not in dropped}
+    foreign = {"sample_from_anchor", kind.engine_view_key, *kind.engine_view} - {*kind.engine_view.values()}
+    own |= {name: value for name, value in stored.items() if name not in foreign}
     try:
         return kind.from_dict(own | {"slot_layout": kind.family_slot_layout}), finding
     except CANNOT_BE:
@@ -108,46 +98,27 @@ def _loading(info: dict) -> Finding:
     """From `output_loading_info`."""
     problems = []
     for what, names in (
-        ("missing, so they are random", info["missing_keys"]),
-        ("unknown, so they are not used", info["unexpected_keys"]),
-        ("of another shape, so they are random", [key[0] for key in info["mismatched_keys"]]),
+        ("missing, so they are random", sorted(info["missing_keys"])),
+        ("unknown, so they are not used", sorted(info["unexpected_keys"])),
+        ("of another shape, so they are random", sorted(key[0] for key in info["mismatched_keys"])),
     ):
-        if names := sorted(names):
+        if names:
             problems.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}")
     return fault("; ".join(problems)) if problems else ok("every tensor of the draft is there, and no other")
 
 
 def logged_training(folder: Path) -> dict[str, float]:
     """The last logged `accuracy` and `estimated_tau` of the training whose folder or checkpoint this is; may be empty.
-
-    Raises:
-        ValueError: if the file that should hold them is damaged.
-    """
-    checkpoint, names = Path(get_last_checkpoint(folder) or folder), ("accuracy", "estimated_tau")
+    Raises a `ValueError` if the file that should hold them is damaged."""
+    checkpoint = Path(get_last_checkpoint(folder) or folder)
     for path in (checkpoint / TRAINER_STATE_NAME, folder / TRAINER_STATE_NAME, folder / f"{REPORT_NAME}.json"):
         if path.is_file():
             try:
-                history = _read_object(path)["log_history"]
-                found = [{name: float(logs[name]) for name in names} for logs in history if logs.keys() >= set(names)]
+                logs = [log for log in _read_object(path)["log_history"] if log.keys() >= set(LOGGED)]
+                return {name: float(logs[-1][name]) for name in LOGGED} if logs else {}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} holds no readable `log_history`: {error!r}") from error
-            return found[-1] if found else {}
     return {}
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def _stray_head(folder: Path) -> Finding:
-    names = []
-    try:
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                names += file.keys()
-    except SafetensorError:
-        return skipped("the weights cannot be read")
-    stray = [name for name in names if {"lm_head", "embed_tokens"} & set(name.split("."))]
-    return fault(f"the checkpoint holds {', '.join(stray[:3])}") if stray else ok("no embedding, no LM head")
 
 
 def check_code(folder: Path) -> Finding:
@@ -187,7 +158,6 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Finding:
 
 
 FILES = (
-    Check("stray head", "folder", _stray_head, "Delete it: the target's own is used; a copy can be stale or untied."),
-    Check("code", "folder", check_code, "Save the draft with its own `save_pretrained`, or upload the .py files too."),
-    Check("chat template", "folder tokenizer", _chat_template, "Serve with the draft's, or train with this one."),
+    Check("code", check_code, "Save the draft with its own `save_pretrained`, or upload the .py files too."),
+    Check("chat template", _chat_template, "Serve with the draft's, or train with this one."),
 )

@@ -1,9 +1,8 @@
 """`blockdraft doctor`: why is my acceptance low?
 
-Every check says what it found and what to do about it. First come the checkpoint's files, then the pair, then, given
-rows, what the draft does on them: teacher-forced, with its settings and with others, and in real decoding. What is
-looked at, by which function, and what to do are rows of tables (`FILES`, `PAIR`, `TRANSFORMS`, `ROWS`, `MEASURED`,
-`DECODED`), each in the module of its subject.
+First come the checkpoint's files, then the pair, then, given rows, what the draft does on them: teacher-forced, with
+its settings and with others, and in real decoding. What is looked at, by which function, and what to do about it are
+rows of tables (`FILES`, `PAIR`, `TRANSFORMS`, `ROWS`, `MEASURED`, `DECODED`), each in the module of its subject.
 """
 
 import warnings
@@ -18,14 +17,11 @@ from ...modeling.target.target_identity import target_record
 from ...modeling.target.target_transforms import run_target
 from ..evaluation.decoding import eval_mode, evaluate_decoding, held_out_prompts
 from .checkpoint import FILES, load_leniently, logged_training
-from .decoded import check_confidence, check_decoding
-from .findings import Finding, fault, run_checks, skipped
-from .measured import ANCHORS, MEASURED, MIN_ROWS, TeacherForcedProbe, compare_settings, mask_candidates
-from .pair import PAIR, TRANSFORMS
-from .rows import ROWS
+from .findings import Check, Finding, fault, run_checks, skipped
+from .measured import ANCHORS, MEASURED, TeacherForcedProbe, check_confidence, check_decoding, compare_settings
+from .static_checks import PAIR, ROWS, TRANSFORMS, free_mask_tokens
 
 MAX_ROWS_READ = 500
-LOG_FIX = "Copy it from the training's folder again, or delete it: then nothing is compared with the log."
 
 
 def doctor(
@@ -64,54 +60,55 @@ def doctor(
         raise ValueError("`rows` are packed: give them as they were before packing.")
     parts = {"target": target, "tokenizer": tokenizer, "rows": rows, "engine": engine or ""}
     findings, logged = [], {}
+
+    def run(checks: Sequence[Check], **made) -> bool:
+        """Whether what these checks find lets the others go on."""
+        parts.update(made)
+        findings.extend(run_checks(checks, parts))
+        return not any(finding.stops for finding in findings)
+
+    def stop(why: str, fix: str = "Fix the faults first.") -> list[Finding]:
+        return [*findings, skipped(why, fix).of("measurements")]
+
     if isinstance(draft, PreTrainedModel):
         config = draft.config
     else:
         folder = Path(draft)
-        config, draft, findings = load_leniently(folder)
-        findings += run_checks(FILES, parts | {"folder": folder})
+        config, draft, loaded = load_leniently(folder)
+        findings += loaded
+        run(FILES, folder=folder)
         try:
             logged = logged_training(folder)
         except ValueError as error:
-            findings.append(fault(str(error), LOG_FIX).of("training log"))
+            fix = "Copy it from the training's folder again, or delete it: then nothing is compared with the log."
+            findings.append(fault(str(error), fix).of("training log"))
     if config is None:
-        return [*findings, _not_measured("the draft has no configuration that target and tokenizer could be held to")]
+        return stop("the draft has no configuration that target and tokenizer could be held to")
     record = target_record(target, tokenizer, target_revision)
-    mismatches = list(find_mismatches(target, config, record))
-    parts |= {"config": config, "draft": draft, "record": record, "mismatches": mismatches}
-    findings += run_checks(PAIR, parts)
+    parts |= {"record": record, "mismatches": list(find_mismatches(target, config, record))}
+    can_run = run(PAIR, config=config, draft=draft, free_masks=free_mask_tokens(target, tokenizer))
     if draft is None:
-        return [*findings, _not_measured("the draft cannot be loaded")]
-    if any(finding.stops for finding in findings):
-        return [*findings, _not_measured("target and draft cannot run together")]
+        return stop("the draft cannot be loaded")
+    if not can_run:
+        return stop("target and draft cannot run together")
+
     draft.to(target.device)
     with eval_mode(target, draft), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a pair that differs: findings of their own
-        findings += run_checks(TRANSFORMS, parts | {"seen": run_target(target, config.vocab_size)})
+        run(TRANSFORMS, seen=run_target(target, config.vocab_size))
         if not rows:
-            return [*findings, _not_measured("no rows", "Give rows like those of the training.")]
-        return findings + _measure(parts, logged, num_prompts, max_new_tokens)
-
-
-def _measure(parts: dict, logged: dict[str, float], num_prompts: int, max_new_tokens: int) -> list[Finding]:
-    target, draft, rows = parts["target"], parts["draft"], parts["rows"]
-    findings = run_checks(ROWS, parts)
-    if any(finding.stops for finding in findings):
-        return [*findings, _not_measured("the target cannot read the rows")]
-    probe = TeacherForcedProbe(target, draft, rows)
-    findings += run_checks([ANCHORS], {"probe": probe})
-    if findings[-1].stops:
-        return [*findings, _not_measured(f"fewer than {MIN_ROWS} rows have an anchor", "Give more rows.")]
-    base = probe.acceptance()
-    findings += run_checks(MEASURED, {"probe": probe, "base": base})
-    findings += compare_settings(probe, base, mask_candidates(target, parts["tokenizer"]))
-    prompts = held_out_prompts(rows, num_prompts)
-    report = evaluate_decoding(target, draft, prompts, max_new_tokens, compare_with_plain=False)
-    findings += check_decoding(report, base, logged)
-    if draft.confidence_head is not None:
-        findings.append(check_confidence(target, draft, prompts, max_new_tokens))
+            return stop("no rows", "Give rows like those of the training.")
+        if not run(ROWS):
+            return stop("the target cannot read the rows")
+        probe = TeacherForcedProbe(target, draft, rows)
+        if not run(ANCHORS, probe=probe):
+            return stop(f"{probe.num_placed} rows with an anchor are too few", "Give more rows.")
+        base = probe.acceptance()
+        run(MEASURED, base=base)
+        findings += compare_settings(probe, base, tokenizer, parts["free_masks"])
+        prompts = held_out_prompts(rows, num_prompts)
+        report = evaluate_decoding(target, draft, prompts, max_new_tokens, compare_with_plain=False)
+        findings += check_decoding(report, base, logged)
+        if draft.confidence_head is not None:
+            findings.append(check_confidence(target, draft, prompts, max_new_tokens))
     return findings
-
-
-def _not_measured(why: str, fix: str = "Fix the faults first.") -> Finding:
-    return skipped(why, fix).of("measurements")

@@ -1,5 +1,6 @@
 """What the doctor says, and the runner of its tables of checks."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,18 +42,17 @@ ok, warning, fault, skipped = (partial(Finding, status) for status in (OK, WARNI
 
 
 class Check(NamedTuple):
-    """A row of a table of checks: a name, the parts that it looks at (separated by spaces), a function of these that
-    returns what it found, and what to do about a fault or a warning that does not say so itself."""
+    """A row of a table of checks: a name, a function that returns what it found in the parts that its parameters name,
+    and what to do about a fault or a warning that does not say so itself."""
 
     name: str
-    looks_at: str
     find: Callable[..., Finding]
     fix: str = ""
 
 
 def run_checks(checks: Iterable[Check], parts: Mapping[str, object]) -> list[Finding]:
     """The findings of a table, in its order. A check of something that is not there (`None`) is left out."""
-    given = [(check, [parts[name] for name in check.looks_at.split()]) for check in checks]
+    given = [(check, [parts[name] for name in inspect.signature(check.find).parameters]) for check in checks]
     there = [(check, values) for check, values in given if all(value is not None for value in values)]
     return [check.find(*values).of(check.name, check.fix) for check, values in there]
 
@@ -60,9 +60,8 @@ def run_checks(checks: Iterable[Check], parts: Mapping[str, object]) -> list[Fin
 def findings_text(findings: Sequence[Finding]) -> str:
     """A line for each check, faults first, each followed by what to do about it; then the count."""
     width, lines = max(len(finding.check) for finding in findings), []
-    for status in (FAULT, WARNING, SKIPPED, OK):
-        for finding in (finding for finding in findings if finding.status == status):
-            lines.append(f"{status:<8} {finding.check:<{width}}  {finding.found}")
-            lines += [f"{'':<8} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+    for finding in sorted(findings, key=lambda finding: (FAULT, WARNING, SKIPPED, OK).index(finding.status)):
+        lines.append(f"{finding.status:<8} {finding.check:<{width}}  {finding.found}")
+        lines += [f"{'':<8} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
     counts = [sum(finding.status == status for finding in findings) for status in (FAULT, WARNING, SKIPPED)]
     return "\n".join([*lines, "{} faults, {} warnings, {} skipped, of {} checks.".format(*counts, len(findings))])

@@ -129,7 +129,7 @@ PLANTED = {
     mask_past_the_embedding: ("configuration", "`mask_token_id` is 64"),
     mask_that_is_no_number: ("configuration", "mask_token_id"),
     setting_of_another_type: ("configuration", "num_attention_heads"),
-    head_in_the_checkpoint: ("stray head", ""),
+    head_in_the_checkpoint: ("weights", "unknown, so they are not used: lm_head.weight"),
     tensor_missing: ("weights", ""),
     tensors_of_another_shape: ("weights", ""),
     weights_cut_off: ("weights", ""),

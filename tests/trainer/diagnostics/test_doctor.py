@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from counting_pairs import chats, counting_tokenizer
 from doctor_patients import FEW, sound_rows, sound_target
-from third_draft import ThirdConfig, ThirdModel, add_third_family
+from kimi_k3_dspark import KimiK3DSparkConfig, KimiK3DSparkModel, add_kimi_k3_dspark
 
 from blockdraft.modeling.target.target_identity import target_record
 from blockdraft.trainer.cli.main import main
@@ -21,7 +22,7 @@ def test_a_sound_pair_has_no_fault_and_no_warning(kind, sound_drafts):
     findings = doctor(sound_target(), tokenizer, sound_drafts[kind], sound_rows(), num_prompts=6, max_new_tokens=32)
     assert [finding for finding in findings if finding.status in (FAULT, WARNING)] == []
     assert [finding.check for finding in findings if finding.status == SKIPPED] == ["engine"]
-    assert len(findings) == 33 + (kind == "dspark")
+    assert len(findings) == 32 + (kind == "dspark")
     # Looking changes nothing, and a draft in memory is as sound as its folder.
     draft = load_draft(str(sound_drafts[kind]))
     before = draft.config.to_dict()
@@ -32,13 +33,18 @@ def test_a_sound_pair_has_no_fault_and_no_warning(kind, sound_drafts):
 
 def test_a_draft_of_another_family(monkeypatch):
     """A line in the table of families is all that the doctor needs to know of it."""
-    add_third_family(monkeypatch)
+    add_kimi_k3_dspark(monkeypatch)
     target, tokenizer = sound_target(), counting_tokenizer()
     record = {"target": target_record(target, tokenizer), "training": {"global_step": 1, "epoch": 1.0}}
+    heads = {"markov_rank": target.config.vocab_size, "confidence_head": False}
     shape = {"target_layer_ids": [1, 3], "is_causal": False, "sliding_window": None}
-    config = ThirdConfig.from_target_config(target.config, 60, 1, 4, **shape, **record)
+    config = KimiK3DSparkConfig.from_target_config(target.config, 60, 1, 4, **shape, **heads, **record)
+    draft = KimiK3DSparkModel(config)
+    # It proposes the number after the token before, whatever its layers say.
+    draft.markov_head.embed.weight.data = torch.eye(config.vocab_size)
+    draft.markov_head.head.weight.data = 100 * torch.eye(config.vocab_size).roll(1, 0)
     rows = sound_rows()[:20:3]  # they count in steps of one
-    found = doctor(target, tokenizer, ThirdModel(config), rows, num_prompts=4, max_new_tokens=24, engine="vllm")
+    found = doctor(target, tokenizer, draft, rows, num_prompts=4, max_new_tokens=24, engine="vllm")
     status = {finding.check: finding.status for finding in found}
     assert (
         status["draft accuracy"] == status["decoding"] == status["visibility"] == "ok" and status["engine"] == SKIPPED

@@ -3,12 +3,10 @@
 from blockdraft.trainer.diagnostics.findings import Check, fault, findings_text, ok, run_checks, skipped, warning
 
 TABLE = (
-    Check("width", "config target", lambda config, target: ok(f"{config} and {target}"), "Not for what is ok."),
-    Check("rows", "rows", lambda rows: skipped("not reached")),
-    Check("depth", "target", lambda target: fault(f"{target} layers"), "Load another."),
-    Check(
-        "dtype", "config", lambda config: warning("float16", "Load it in float32."), "Not for what says more itself."
-    ),
+    Check("width", lambda config, target: ok(f"{config} and {target}"), "Not for what is ok."),
+    Check("rows", lambda rows: skipped("not reached")),
+    Check("depth", lambda target: fault(f"{target} layers"), "Load another."),
+    Check("dtype", lambda config: warning("float16", "Load it in float32."), "Not for what says more itself."),
 )
 
 

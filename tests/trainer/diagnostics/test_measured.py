@@ -1,19 +1,21 @@
-"""The doctor's teacher-forced measurements on counting pairs: what only they find, and what they are judged by."""
+"""The doctor's measurements on counting pairs, teacher-forced and in decoding: what only they find, and how."""
 
 import copy
+import json
 
 import pytest
 import torch
-from counting_pairs import counting_tokenizer
+from counting_pairs import counting_rows, counting_tokenizer
 from decoding_models import LLAMA_LIKE
-from doctor_patients import FEW, Patient, assert_found, fresh_weights, sound_rows, sound_target
+from decoding_reports import LOOP, TEXT, make_answer, make_report
+from doctor_patients import FEW, LOG, Patient, assert_found, fresh_weights, sound_rows, sound_target
 from torch import nn
 from transformers import Qwen3Config
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
 from blockdraft.trainer.diagnostics.doctor import doctor
-from blockdraft.trainer.diagnostics.findings import FAULT
-from blockdraft.trainer.diagnostics.measured import Acceptance, changed, gain, other_views
+from blockdraft.trainer.diagnostics.findings import FAULT, SKIPPED, WARNING
+from blockdraft.trainer.diagnostics.measured import Acceptance, changed, check_decoding, gain, other_views
 from blockdraft.trainer.loading import load_draft
 
 
@@ -120,9 +122,60 @@ def test_labels_one_place_off(sound_drafts):
 
 
 def test_chance_is_no_gain():
-    blocks = torch.full((6,), 10.0, dtype=torch.float64)
-    base = Acceptance(torch.tensor([20.0, 22, 18, 21, 19, 20]).double(), blocks, torch.ones(3))
-    better = base._replace(rows=base.rows + torch.tensor([4.0, 5, 6, 5, 4, 6]).double())
-    lucky = base._replace(rows=base.rows + torch.tensor([28.0, 0, 0, 0, 1, 1]).double())
+    base = Acceptance(torch.tensor([[20.0, 22, 18, 21, 19, 20]]).double().T, 60)
+    better = base._replace(slots=base.slots + torch.tensor([[4.0, 5, 6, 5, 4, 6]]).T)
+    lucky = base._replace(slots=base.slots + torch.tensor([[28.0, 0, 0, 0, 1, 1]]).T)
     assert gain(base, better) == pytest.approx(0.5)
     assert gain(base, lucky) == gain(base, base) == 0
+
+
+# ---- real decoding --------------------------------------------------------------------------------------------------
+
+
+def another_block_size(patient: Patient) -> None:
+    patient.settings(block_size=12)
+    patient.rows = list(counting_rows(patient.tokenizer, slice(None, None, 2)))
+
+
+def trained_with_a_leak(patient: Patient) -> None:
+    fresh_weights(patient)
+    (patient.folder / "trainer_state.json").write_text(json.dumps({"log_history": LOG}))
+
+
+def confidence_of_its_own(patient: Patient) -> None:
+    patient.settings(confidence_temperatures=[10.0] * 4)
+
+
+# Each with the draft, the check that finds it, and prompts enough to judge by.
+PLANTED_IN_DECODING = {
+    another_block_size: ("dflash", "block size", 24),
+    trained_with_a_leak: ("dflash", "training against decoding", 2),
+    confidence_of_its_own: ("dspark", "confidence", 7),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED_IN_DECODING, ids=lambda plant: plant.__name__)
+def test_a_fault_shows_in_decoding(plant, admit):
+    kind, check, prompts = PLANTED_IN_DECODING[plant]
+    patient = admit(kind)
+    plant(patient)
+    assert_found(patient.examine(measure=True, num_prompts=prompts, max_new_tokens=32), check)
+
+
+def test_decoding_is_held_against_teacher_forcing():
+    report = make_report([make_answer(TEXT, [4, 1, 1, 1, 1, 1, 1, 1])] * 3)
+    forced = Acceptance(torch.tensor([[10.0, 10, 10]]), 10)
+    decoding, slots, loops = check_decoding(report, forced, {})
+    assert (decoding.status, slots.status, loops.status) == (FAULT, "ok", "ok")
+    assert "tau 1.38" in decoding.found and "4.00" in decoding.found
+    assert [finding.status for finding in check_decoding(make_report(report.answers[:1]), forced, {})] == [SKIPPED]
+    # One drafted token is at most a tau of 2, and 24 rounds say little of a last slot.
+    pair = make_report([make_answer(TEXT, [2] * 9 + [1])] * 3, block_size=2)
+    logged = {"accuracy": 0.95, "estimated_tau": 1.95}
+    half = Acceptance(torch.tensor([[19.0]]), 20)
+    assert {finding.status for finding in check_decoding(pair, half, logged)} == {"ok"}
+    short = make_report([make_answer(TEXT, [2] * 8)] * 3)
+    assert check_decoding(short, forced, {})[1].status == "ok"
+    assert check_decoding(make_report(short.answers * 5), forced, {})[1].status == FAULT
+    looping = make_report([make_answer(LOOP, [4] * 12), make_answer(TEXT, [4] * 12)])
+    assert [finding.status for finding in check_decoding(looping, forced, {})] == ["ok", "ok", WARNING]
