@@ -21,8 +21,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+# Two processes of one thread each: the tests are small, and a second thread brings them nothing.
 test: lint
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python -m examples.chitchat.demo --draft $(DRAFT)

@@ -1,8 +1,6 @@
 """What every test file shares: seeds, threads, tokenizers, a Hub and drafts."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,18 +75,6 @@ def hub(monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory) -> dict[str, dict]:
-    """What two gloo processes save, see `two_rank_step.py`: by draft type, weights after the step that they take, one
-    of them with rows without an anchor; by rank, its view of an evaluation and a run."""
-    output_dir, script = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent / "helpers" / "two_rank_step.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    result = subprocess.run([*command, str(output_dir)], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return {path.stem: torch.load(path, weights_only=True) for path in output_dir.glob("*.pt")}
-
-
-@pytest.fixture(scope="session")
 def sound_drafts(tmp_path_factory) -> dict[str, Path]:
     """By kind, drafts of which the doctor has nothing to say; not to be written to."""
     from doctor_patients import write_sound_drafts  # which imports this module
@@ -115,4 +101,4 @@ def seeded():
 
 
 def pytest_configure():
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

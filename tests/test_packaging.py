@@ -61,7 +61,6 @@ def test_wheel_has_the_command_and_its_requirements(wheel):
         "Requires-Dist: torch>=2.11",
         "Requires-Dist: transformers>=5.24",
         "Requires-Dist: tqdm",
-        "Requires-Dist: pyarrow",
         'Requires-Dist: chitchat-dataset; extra == "demo"',
     ):
         assert line in metadata.splitlines()

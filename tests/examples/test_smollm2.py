@@ -11,15 +11,16 @@ from blockdraft.trainer.cli.train import DraftArguments
 from examples.smollm2 import prompts
 
 
-@pytest.mark.parametrize("package", ["python", "sympy"])
-def test_functions_have_no_body_and_come_once(package):
-    folder = prompts.code_folders()[package]
+@pytest.mark.parametrize(("package", "part"), [("python", "asyncio"), ("sympy", "geometry")])
+def test_functions_have_no_body_and_come_once(package, part):
+    """On a part of each package: the whole takes a minute."""
+    folder = prompts.code_folders()[package] / part
     rows = prompts.function_prompts(package, folder)
-    assert len(rows) > 2000 and len({row["id"] for row in rows}) == len(rows)
+    assert len(rows) > 100 and len({row["id"] for row in rows}) == len(rows)
     assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
     assert rows == prompts.function_prompts(package, folder)
     parsed = 0
-    for row in rows[::50]:
+    for row in rows[::5]:
         [message] = row["messages"]
         found = re.fullmatch(r"Complete this Python function:\n```python\n(.*)\n```", message["content"], re.DOTALL)
         source = found[1]
@@ -29,7 +30,7 @@ def test_functions_have_no_body_and_come_once(package):
             continue
         assert isinstance(function, ast.FunctionDef) and ast.get_docstring(function) and len(function.body) == 1
         parsed += 1
-    assert parsed > 30
+    assert parsed > 15
 
 
 def test_chat_prompts_end_with_the_user_and_do_not_move():

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import torch
 from safetensors.torch import load_file
 
 AUTO_MAP = {
@@ -22,7 +23,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-torch.set_num_threads(2)
 draft = AutoModel.from_pretrained(source, trust_remote_code=True)
 assert type(draft).__module__.startswith("transformers_modules."), type(draft).__module__
 assert isinstance(draft.config, type(AutoConfig.from_pretrained(source, trust_remote_code=True)))
@@ -38,6 +38,7 @@ def run_fresh(source, inputs, saved_again, tmp_path):
         "HF_HOME": str(tmp_path / "hf_home"),
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # what is compared bit for bit is computed alike
     }
     command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(source), str(inputs), str(saved_again)]
     result = subprocess.run(command, cwd=tmp_path, env=os.environ | caches, capture_output=True, text=True)

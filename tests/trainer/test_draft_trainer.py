@@ -164,16 +164,6 @@ def test_decay_defaults_to_the_paper(tmp_path):
     assert args.gamma(16) is None
 
 
-def test_two_ranks_equal_one(tmp_path, two_ranks):
-    single = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
-    single.train()
-    assert_close(two_ranks["dflash"], weights(single), 1e-5)
-
-
-def test_two_ranks_share_out_the_rows_that_are_grouped_by_length(two_ranks):
-    assert sorted(two_ranks["rank0"]["rows"] + two_ranks["rank1"]["rows"]) == [*range(8)]
-
-
 def test_warns_where_masked_slots_cannot_differ(tmp_path, caplog):
     target = build_target("k3")
     with caplog.at_level("WARNING", logger="blockdraft"):
@@ -254,13 +244,6 @@ def test_a_card_has_every_set_of_the_evaluation(tmp_path):
         trainer.save_model()
         results = ModelCard.load(tmp_path / "README.md").data.eval_results
         assert [result.dataset_name for result in results] == names
-
-
-def test_two_ranks_evaluate_each_row_once(tmp_path, two_ranks):
-    """8 rows by 3: the second rank has one batch, the first one two."""
-    single = make_trainer(tmp_path, per_device_eval_batch_size=3).evaluate()
-    for name in ("eval_loss", "eval_accuracy", "eval_rows_without_anchor"):
-        assert [two_ranks[rank]["evaluated"][name] for rank in ("rank0", "rank1")] == [pytest.approx(single[name])] * 2
 
 
 @pytest.mark.parametrize("by", ["fsdp", "zero3"])

@@ -303,16 +303,6 @@ def test_evaluation_is_repeatable_and_counts_no_load(tmp_path):
     assert not any(load.any() for load in trainer.expert_balance._step_loads)
 
 
-def test_two_ranks_equal_one(tmp_path, two_ranks):
-    ranks = dict(two_ranks["dspark"])
-    single = dspark_trainer(tmp_path, per_device_train_batch_size=8, max_steps=1)
-    single.train()
-    expected = weights(single)
-    biases = [name for name in expected if "bias" in name]
-    assert all(torch.equal(ranks.pop(name), expected[name]) for name in biases)
-    assert_close(ranks, expected, 1e-5)
-
-
 def test_a_trainer_refuses_the_other_familys_draft_and_objective(tmp_path):
     target = build_target("qwen3")
     args = dspark_arguments(tmp_path)

@@ -123,14 +123,6 @@ def test_only_a_saved_checkpoint_is_the_best_one(tmp_path, losses, best):
     assert (said["global_step"], said["epoch"]) == (best or 4, (best or 4) / 4)
 
 
-def test_two_ranks_load_the_best_checkpoint(two_ranks):
-    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
-        best = Path(rank["best"])
-        saved = load_file(best / "model.safetensors")
-        assert (best.parent.name, best.name) == ("run", "checkpoint-1")
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in rank["weights"].items())
-
-
 def test_a_card_has_the_numbers_of_its_own_weights(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     settings |= {"eval_decode_prompts": 1, "eval_max_new_tokens": 4, "license": "mit", "datasets": ["org/chats"]}
@@ -167,7 +159,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-torch.set_num_threads(2)
 draft = AutoModel.from_pretrained(repo, revision=revision, trust_remote_code=True)
 assert type(draft).__module__.startswith("transformers_modules."), type(draft).__module__
 with torch.no_grad():
@@ -204,6 +195,7 @@ def test_train_push_every_save_and_load_elsewhere(hub, tmp_path):
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # what is compared bit for bit is computed alike
     }
     command = [sys.executable, "-I", "-c", FRESH_PROCESS, REPO, commit.oid]
     command += [str(tmp_path / "inputs.safetensors"), str(tmp_path / "outputs.safetensors")]
