@@ -1,5 +1,6 @@
 """What every test file shares: seeds, threads, tokenizers, a Hub and drafts."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +103,10 @@ def seeded():
 
 def pytest_configure():
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_collection_finish():
+    """What is imported by now lives as long as the tests: each collection of garbage, of which every training makes
+    one, would look through all of it."""
+    gc.collect()
+    gc.freeze()
