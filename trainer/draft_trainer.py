@@ -338,7 +338,7 @@ class DraftTrainer(SavingTrainer):
         training, window = self.model.training, self._new_window()
         self.model.eval()
         with torch.no_grad():
-            for batch in tqdm(loader, desc="Evaluating", disable=self.args.disable_tqdm):
+            for batch in tqdm(loader, desc="Evaluating", disable=self.args.disable_tqdm or None, leave=False):
                 batch["blocks"] = self.place_blocks(batch, EVALUATION_STEP)
                 _, sums = self.compute_loss(self.model, self._prepare_inputs(batch), return_outputs=True)
                 window.add(sums, batch["blocks"].row_counts)
@@ -355,7 +355,7 @@ class DraftTrainer(SavingTrainer):
                 held_out_prompts(list(rows.take(count)) if isinstance(rows, IterableDataset) else rows, count),
                 max_new_tokens=self.args.eval_max_new_tokens,
                 compare_with_plain=False,
-                disable_tqdm=self.args.disable_tqdm,
+                disable_tqdm=self.args.disable_tqdm or None,
             )
             metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
             headline = report.headline()

@@ -23,7 +23,18 @@ HELP, HELP_ALL, VERSION = ("-h", "--help"), ("--help_all", "--help-all"), "--ver
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C."""
+    """Runs the command. Returns its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C,
+    141 if what reads the output stopped early, as `head` does."""
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141
+
+
+def _main(argv: list[str] | None) -> int:
     name, *argv = (sys.argv[1:] if argv is None else argv) or [None]
     if name is None or name in HELP:
         print(overview())
@@ -33,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         return call(name, argv) or 0
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if os.environ.get("BLOCKDRAFT_DEBUG") or not is_wrong_input(error):
             raise

@@ -1,5 +1,6 @@
 """The `blockdraft` command: its table of commands, help, version, and what it makes of errors."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -32,6 +33,16 @@ for name in COMMANDS:
     assert not imported(name, "--help"), imported(name, "--help")
 assert not imported("train", "--help_all")
 """
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_a_reader_that_stops_early_is_no_error(monkeypatch, capsys, argv):
+    unread, output = os.pipe()
+    os.close(unread)
+    with os.fdopen(output, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(argv) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_the_overview_names_every_command(capsys):
