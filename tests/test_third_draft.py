@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 from decoding_models import MASK, build_target, prompts
-from draft_trainers import BLOCK, make_rows
-from dspark_trainers import dspark_arguments
+from draft_trainers import BLOCK, arguments, make_rows
 from kimi_k3_dspark import KimiK3DSparkConfig, KimiK3DSparkModel, add_kimi_k3_dspark
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
@@ -57,7 +56,7 @@ def test_it_is_found_and_is_what_its_parents_are(draft, family):
 
 
 def test_it_trains_and_decodes_as_its_target_alone(draft, target, tmp_path):
-    args = dspark_arguments(tmp_path, max_steps=12, optim="adamw_torch", learning_rate=1e-2, save_strategy="no")
+    args = arguments(tmp_path, max_steps=12, optim="adamw_torch", learning_rate=1e-2, save_strategy="no")
     trainer = new_trainer(draft, target, args, train_dataset=make_rows())
     assert type(trainer) is DSparkTrainer
     before = {name: value.clone() for name, value in draft.state_dict().items()}

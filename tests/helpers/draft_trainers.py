@@ -24,11 +24,9 @@ def make_rows(count: int = 8, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def make_trainer(output_dir, rows=None, target_name="k3", draft=None, **arguments) -> DraftTrainer:
-    target = build_target(target_name)
-    torch.manual_seed(1)
-    draft = draft or build_draft(target, block_size=BLOCK)
-    settings = {
+def arguments(output_dir, **settings) -> DraftTrainingArguments:
+    """Two steps of SGD on two rows each; nothing is saved, decoded or shown."""
+    defaults = {
         "output_dir": str(output_dir),
         "per_device_train_batch_size": 2,
         "max_steps": 2,
@@ -44,9 +42,15 @@ def make_trainer(output_dir, rows=None, target_name="k3", draft=None, **argument
         "eval_decode_prompts": 0,
         "use_cpu": True,
     }
-    args = DraftTrainingArguments(**(settings | arguments))
+    return DraftTrainingArguments(**(defaults | settings))
+
+
+def make_trainer(output_dir, rows=None, target_name="k3", draft=None, **settings) -> DraftTrainer:
+    target = build_target(target_name)
+    torch.manual_seed(1)
+    draft = draft or build_draft(target, block_size=BLOCK)
     rows = rows or make_rows()
-    return DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
+    return DraftTrainer(draft, target, arguments(output_dir, **settings), train_dataset=rows, eval_dataset=rows)
 
 
 def placed_batch(trainer: DraftTrainer, rows, step: int = 0) -> dict:

@@ -2,7 +2,7 @@
 
 import torch
 from decoding_models import MASK, build_target
-from draft_trainers import BLOCK, make_rows
+from draft_trainers import BLOCK, arguments, make_rows
 from goldens import load_golden
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
@@ -10,7 +10,6 @@ from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
-from blockdraft.trainer.training_args import DraftTrainingArguments
 
 
 def v41_target() -> DeepseekV41ForCausalLM:
@@ -33,30 +32,9 @@ def dspark_draft(target, **settings) -> DeepseekV41DSparkModel:
     return DeepseekV41DSparkModel(config)
 
 
-def dspark_arguments(output_dir, **arguments) -> DraftTrainingArguments:
-    settings = {
-        "output_dir": str(output_dir),
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "num_anchors": 3,
-        "learning_rate": 0.05,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "eval_decode_prompts": 0,
-        "use_cpu": True,
-    }
-    return DraftTrainingArguments(**(settings | arguments))
-
-
-def dspark_trainer(output_dir, rows=None, target=None, draft_settings=None, **arguments) -> DSparkTrainer:
+def dspark_trainer(output_dir, rows=None, target=None, draft_settings=None, **settings) -> DSparkTrainer:
     target = target or build_target("qwen3")
     torch.manual_seed(1)
     draft = dspark_draft(target, **(draft_settings or {}))
     rows = rows or make_rows()
-    args = dspark_arguments(output_dir, **arguments)
-    return DSparkTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
+    return DSparkTrainer(draft, target, arguments(output_dir, **settings), train_dataset=rows, eval_dataset=rows)

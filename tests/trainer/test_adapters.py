@@ -11,6 +11,7 @@ import pytest
 import torch
 from decoding_models import build_draft, build_target
 from draft_trainers import BLOCK, make_rows
+from draft_trainers import arguments as draft_arguments
 from dspark_trainers import dspark_draft
 from peft import AutoPeftModelForFeatureExtraction, IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
@@ -52,22 +53,7 @@ def trainer_of(base: Path, output_dir, lora: dict | None = None, draft=None, **a
     """A trainer of the family that the base belongs to, with an adapter of rank 2."""
     draft = draft or AutoModel.from_pretrained(base)
     trainer, _ = FAMILIES["dspark" if draft.config.model_type == "deepseek_v41_dspark" else "dflash"]
-    settings = {
-        "output_dir": str(output_dir),
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "num_anchors": 3,
-        "learning_rate": 0.02,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "eval_decode_prompts": 0,
-        "use_cpu": True,
-    }
-    args = DraftTrainingArguments(**(settings | arguments))
+    args = draft_arguments(output_dir, **({"optim": "adamw_torch", "learning_rate": 0.02} | arguments))
     rows, target = make_rows(), build_target("qwen3")
     config = None if isinstance(draft, PeftModel) else LoraConfig(**({"r": 2} | (lora or {})))
     torch.manual_seed(2)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from decoding_models import build_draft, build_target
+from draft_trainers import arguments as draft_arguments
 from draft_trainers import (
     assert_close,
     assert_packed_documents_equal_their_own_rows,
@@ -13,7 +14,7 @@ from draft_trainers import (
     placed_batch,
     weights,
 )
-from dspark_trainers import dspark_arguments, dspark_draft, dspark_trainer, v41_target
+from dspark_trainers import dspark_draft, dspark_trainer, v41_target
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
@@ -48,7 +49,7 @@ def test_loss_and_gradients_equal_reference(golden, tmp_path, case_name, chunk_s
     draft = DeepseekV41DSparkModel(config)
     missing = draft.load_state_dict(reference_names(parameters), strict=False).missing_keys
     assert all(name.endswith(("e_score_correction_bias", "bias_vl")) for name in missing)
-    args = dspark_arguments(tmp_path, loss_chunk_size=chunk_size, **options)
+    args = draft_arguments(tmp_path, loss_chunk_size=chunk_size, **options)
     trainer = DSparkTrainer(draft, target, args, train_dataset=make_rows())
     trainer.target_states = lambda inputs: (case["in.target_hidden_states"], case["in.target_last_hidden_states"])
     names = ("input_ids", "loss_mask", "anchor_positions", "block_keep_mask")
@@ -157,7 +158,7 @@ def test_an_earlier_calibration_does_not_outlive_the_weights(tmp_path, adapts):
     draft.save_pretrained(tmp_path / "base")
     draft = AutoModel.from_pretrained(tmp_path / "base")
     peft_config = LoraConfig(r=2) if adapts else None
-    arguments = dspark_arguments(tmp_path / "out", max_steps=1)
+    arguments = draft_arguments(tmp_path / "out", max_steps=1)
     trainer = DSparkTrainer(draft, target, arguments, train_dataset=make_rows(), peft_config=peft_config)
     assert trainer.draft_config.confidence_temperatures == [1.5] * 4
     trainer.train()
@@ -305,7 +306,7 @@ def test_evaluation_is_repeatable_and_counts_no_load(tmp_path):
 
 def test_a_trainer_refuses_the_other_familys_draft_and_objective(tmp_path):
     target = build_target("qwen3")
-    args = dspark_arguments(tmp_path)
+    args = draft_arguments(tmp_path)
     with pytest.raises(ValueError, match="take DraftTrainer"):
         DSparkTrainer(build_draft(target, block_size=BLOCK), target, args, train_dataset=make_rows())
     with pytest.raises(ValueError, match="DSparkTrainer for"):
@@ -313,7 +314,7 @@ def test_a_trainer_refuses_the_other_familys_draft_and_objective(tmp_path):
     with pytest.raises(ValueError, match="`loss_type` is 'variable_prefix'"):
         dspark_trainer(tmp_path, loss_type="variable_prefix")
     with pytest.raises(ValueError, match="`loss_type` is 'dspark'"):
-        args = dspark_arguments(tmp_path, loss_type="dspark")
+        args = draft_arguments(tmp_path, loss_type="dspark")
         DraftTrainer(build_draft(target, block_size=BLOCK), target, args, train_dataset=make_rows())
     with pytest.raises(ValueError, match="all 0"):
         dspark_trainer(tmp_path, ce_loss_alpha=0.0, l1_loss_alpha=0.0, confidence_head_alpha=0.0)
@@ -326,7 +327,7 @@ def test_settings_without_effect_are_named(tmp_path, caplog):
     caplog.clear()
     target = build_target("qwen3")
     with caplog.at_level("WARNING", logger="blockdraft"):
-        args = dspark_arguments(tmp_path, l1_loss_alpha=0.5, expert_bias_step=0.0)
+        args = draft_arguments(tmp_path, l1_loss_alpha=0.5, expert_bias_step=0.0)
         DraftTrainer(build_draft(target, block_size=BLOCK), target, args, train_dataset=make_rows())
     assert "does not use expert_bias_step, l1_loss_alpha." in caplog.text
 
