@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..training_settings import setting
 
 DRAFT_REVISION = "Commit, tag or branch of a draft on the Hub."
-TEMPLATE_KWARGS = "JSON for the chat template, the same as at serving."
+TEMPLATE_KWARGS = "JSON for the chat template, the same as at serving; a row's chat_template_kwargs go before it."
 HELD_OUT_ROWS = "Held-out chat rows: .jsonl, .json or .parquet files."
 MAX_LENGTH = "Longest row in tokens; longer ones are cut off."
 ENGINES = ("vllm", "sglang")
@@ -89,9 +89,11 @@ class DataArguments:
     assistant_turns: str = setting("Turns that are learned: all or last.", default="all")
     train_on_thinking: bool = setting("Learn an answer's thinking block instead of only reading it.", default=True)
     thinking_tags: list[str] | None = setting(
-        "What opens and what closes a thinking block (<think> </think>).", default=None
+        "What opens and what closes a thinking block (those of known models, as <think> </think>).", default=None
     )
-    stop_token_ids: list[int] | None = setting("Tokens that end a turn (the tokenizer's eos).", default=None)
+    stop_token_ids: list[int] | None = setting(
+        "Tokens that end a turn (the target's, its tokenizer's and its template's).", default=None
+    )
     template_kwargs: dict | None = setting(TEMPLATE_KWARGS, default=None)
     max_bad_fraction: float = setting("Share of rows that may be unreadable.", default=0.0)
 

@@ -40,21 +40,26 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
     given data, what decoding and other settings show. The exit code is 1 if there is a fault."""
     from ..adapters import is_adapter
     from ..data.dataset import prepare_dataset
+    from ..data.rendering import stop_tokens
     from ..diagnostics.checkpoint import draft_folder
     from ..diagnostics.doctor import doctor
     from ..diagnostics.findings import FAULT, findings_text
     from ..diagnostics.static_checks import check_provenance
     from ..loading import load_draft
-    from .opening import open_target, target_commit
+    from .opening import open_prompts, open_target, target_commit
 
     draft = draft_folder(args.draft, args.draft_revision)
     target, tokenizer = open_target(target_args)
     if is_adapter(str(draft)):
         draft = load_draft(str(draft), trust_remote_code=target_args.trust_remote_code)
-    rows, findings, commit = None, [], target_commit(target_args)
+    rows, prompts, findings, commit = None, None, [], target_commit(target_args)
     if args.data:
-        rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
+        settings = {"template_kwargs": args.template_kwargs, "may_be_empty": True}
+        settings["stop_token_ids"] = stop_tokens(tokenizer, target.generation_config)
+        rows, report = prepare_dataset(args.data, tokenizer, args.max_length, **settings)
         print(f"data: {report}")
+        if not len(rows):
+            prompts = open_prompts(args, tokenizer)
         findings += check_provenance(report.provenance, target, tokenizer, args.template_kwargs, commit)
     findings += doctor(
         target,
@@ -63,6 +68,7 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
         rows,
         target_revision=commit,
         engine=args.engine,
+        prompts=prompts,
         num_prompts=args.num_prompts,
         max_new_tokens=args.max_new_tokens,
     )

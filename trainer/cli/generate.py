@@ -33,22 +33,20 @@ def run(
     schedule_args: ScheduleArguments,
 ) -> None:
     """Answers one prompt, token by token as they come, and says how many tokens the draft brought per round."""
+    import torch
     from transformers import TextStreamer, set_seed
 
     from ...modeling.decoding.block_decoding import block_decode
-    from ..data.loss_mask import apply_template
+    from ..data.rendering import served_prompt
     from .opening import open_pair, open_schedule
 
     target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision)
     set_seed(sampling_args.seed)
-    if tokenizer.chat_template is None:
-        inputs = tokenizer(args.prompt, return_tensors="pt")
-    else:
-        messages = [{"role": "user", "content": args.prompt}]
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = apply_template(tokenizer, messages, **options, **(args.template_kwargs or {}))
-    input_ids = inputs["input_ids"].to(target.device)
-    schedule = open_schedule(schedule_args, target, draft, input_ids[0].tolist())
+    messages = [{"role": "user", "content": args.prompt}]
+    row = {"prompt": args.prompt} if tokenizer.chat_template is None else {"messages": messages}
+    prompt, _ = served_prompt(row, tokenizer, args.template_kwargs)
+    input_ids = torch.tensor([prompt], device=target.device)
+    schedule = open_schedule(schedule_args, target, draft, prompt)
     output = block_decode(
         target,
         input_ids,

@@ -12,7 +12,9 @@ from ...modeling.target.pairing import check_pair
 from ...modeling.target.target_identity import loaded_commit
 from ..data.dataset import mix, prepare_dataset, prepare_stream
 from ..data.packing import pack_rows
-from ..evaluation.decoding import cost_table, held_out_prompts
+from ..data.prompts import read_prompts
+from ..data.rendering import stop_tokens
+from ..evaluation.decoding import cost_table
 from ..loading import load_draft, load_target
 from ..training_args import DraftTrainingArguments
 from .arguments import DataArguments, ScheduleArguments, TargetArguments
@@ -21,10 +23,12 @@ logger = logging.get_logger(__name__)
 
 
 def open_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer."""
-    return load_target(
+    """The target, whose answers then end with every token that stops them, and its tokenizer."""
+    target, tokenizer = load_target(
         args.target, args.target_revision, args.target_dtype, args.target_device_map, args.trust_remote_code
     )
+    target.generation_config.eos_token_id = stop_tokens(tokenizer, target.generation_config) or None
+    return target, tokenizer
 
 
 def target_commit(args: TargetArguments) -> str | None:
@@ -44,9 +48,9 @@ def open_pair(
 
 def open_prompts(args, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of `args.num_prompts` prompts of the chat rows in `args.data`; says what became of the rows."""
-    rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
+    prompts, report = read_prompts(args.data, tokenizer, args.num_prompts, args.max_length, args.template_kwargs)
     print(f"data: {report}")
-    return held_out_prompts(rows, args.num_prompts)
+    return prompts
 
 
 def open_schedule(
@@ -59,7 +63,10 @@ def open_schedule(
 
 
 def open_training_rows(
-    args: DataArguments, tokenizer: PreTrainedTokenizerBase, training: DraftTrainingArguments
+    args: DataArguments,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    training: DraftTrainingArguments,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """Rows to train on and held-out ones; says what became of the rows that were read. Raises a `ValueError` if
     `streaming` data has no `max_steps`, or no row is left to train on."""
@@ -69,10 +76,9 @@ def open_training_rows(
         logger.warning("`shuffle_buffer` is not used: without `streaming`, a row is drawn from all of them.")
     if args.eval_data and args.eval_fraction != DataArguments.eval_fraction:
         logger.warning("`eval_fraction` is not used: `eval_data` is held out, and all of `train_data` is trained on.")
-    names = ("max_length", "max_bad_fraction", "assistant_turns", "stop_token_ids", "template_kwargs")
-    settings = {name: getattr(args, name) for name in (*names, "train_on_thinking")}
-    if args.thinking_tags:
-        settings["thinking_tags"] = args.thinking_tags
+    names = ("max_length", "max_bad_fraction", "assistant_turns", "template_kwargs", "train_on_thinking")
+    settings = {name: getattr(args, name) for name in (*names, "thinking_tags")}
+    settings["stop_token_ids"] = args.stop_token_ids or stop_tokens(tokenizer, target.generation_config)
     stream = partial(prepare_stream, tokenizer=tokenizer, **settings)
 
     def prepare(name: str, data: list[str], id_prefix: str = "") -> Dataset:

@@ -51,4 +51,5 @@ def run(target_args: TargetArguments, args: RegenerateArguments) -> None:
     print(
         f"{report.written} answers written to {args.output} ({report.stopped} ended by themselves, "
         f"{report.completion_tokens} tokens); {report.resumed} were there, {report.too_long} prompts too long."
+        + (f" {report.later_turns} later `turns` were not asked." if report.later_turns else "")
     )

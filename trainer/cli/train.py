@@ -145,7 +145,7 @@ def run(
     set_seed(args.seed)
     target, tokenizer = open_target(target_args)
     commit = target_commit(target_args)
-    train_set, eval_set = open_training_rows(data_args, tokenizer, args)
+    train_set, eval_set = open_training_rows(data_args, target, tokenizer, args)
     args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
     answers = answers_of(data_args.train_data, target, tokenizer, commit)
     if draft_args.draft:

@@ -35,6 +35,7 @@ class DataReport:
         problems: of the first of them, one message each, with file, row index and field.
         open_turns: kept rows whose last supervised turn does not end with a stop token.
         supervised_tokens: in the kept rows.
+        unused: how many rows have a field without effect, by its name.
         provenance: by file, the settings under which `blockdraft regenerate` wrote it.
     """
 
@@ -47,6 +48,7 @@ class DataReport:
     problems: list[str] = field(default_factory=list)
     open_turns: int = 0
     supervised_tokens: int = 0
+    unused: dict[str, int] = field(default_factory=dict)
     provenance: dict[str, dict] = field(default_factory=dict)
 
     def count(self, row: dict) -> None:
@@ -54,6 +56,8 @@ class DataReport:
         self.rows += row["part"] == 0
         self.split += row["part"] == 1
         self.truncated += row["truncated"]
+        for name in row["unused"]:
+            self.unused[name] = self.unused.get(name, 0) + 1
         if row["dropped"]:
             self.dropped[row["dropped"]] = self.dropped.get(row["dropped"], 0) + 1
         elif row["problem"]:
@@ -86,6 +90,10 @@ class DataReport:
             parts.append(f"{self.bad} bad, the first: {self.problems[0]}")
         if self.open_turns:
             parts.append(f"{self.open_turns} without a stop token at the end (see stop_token_ids)")
+        if self.unused:
+            parts.append(
+                "fields without effect: " + ", ".join(f"{name} ({count} rows)" for name, count in self.unused.items())
+            )
         return "; ".join(parts)
 
 
@@ -95,9 +103,11 @@ def prepare_dataset(
     max_length: int,
     max_bad_fraction: float = 0.0,
     num_proc: int | None = None,
+    may_be_empty: bool = False,
     **settings,
 ) -> tuple[Dataset, DataReport]:
-    """Turns chat rows into training rows with the columns `input_ids`, `loss_mask` (0 or 1) and `row_id` (int64).
+    """Turns chat rows into training rows with the columns `input_ids`, `loss_mask` (0 or 1), `row_id` (int64) and
+    `prompt_length` (how many of the ids serving sends for the last supervised answer).
 
     Encoding is a cached `Dataset.map`: rows lie in a file and memory does not grow with them; the same rows,
     tokenizer, template and settings are encoded once, whichever process asks (a dataset in memory: every time). Row
@@ -109,6 +119,7 @@ def prepare_dataset(
         max_length: longer rows lose their end, in tokens.
         max_bad_fraction: up to this fraction of unreadable rows is left out and reported; more is an error.
         num_proc: processes that encode.
+        may_be_empty: whether no row with an answer is no error.
         settings: the others of [`~blockdraft.trainer.data.encoder.RowEncoder`]: `assistant_turns`, `stop_token_ids`,
             `template_kwargs`, `train_on_thinking`, `thinking_tags`, `id_prefix`.
 
@@ -141,13 +152,13 @@ def prepare_dataset(
             report.count(row)
         ids.append(np.array(batch["row_id"])[_are_good(batch["dropped"], batch["problem"])])
     report.check(max_bad_fraction)
-    if not report.kept:
+    if not (report.kept or may_be_empty):
         raise ValueError(f"data: no row is left to train on: {report}")
     if report.kept < len(encoded):
         encoded = encoded.filter(
             _are_good, input_columns=["dropped", "problem"], batched=True, desc="Leaving out rows"
         )
-    if report.bad or report.dropped or report.open_turns or report.split:
+    if report.bad or report.dropped or report.open_turns or report.split or report.unused:
         logger.warning(str(report))
     if repeated := report.kept - len(np.unique(np.concatenate(ids))):
         logger.warning(

@@ -9,12 +9,23 @@ from pathlib import Path
 
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from .loss_mask import THINKING_TAGS, EncodedRow, encode_turns
-from .rows import read_row, row_id
+from .loss_mask import EncodedRow, encode_turns
+from .rendering import stop_tokens
+from .rows import errors_of, fields_without_effect, read_row, row_id, row_tools
+
+logger = logging.get_logger(__name__)
 
 # The columns of a training row, and what is noted about the chat row it comes from.
-ROW = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "row_id": Value("int64")})
+ROW = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("int8")),
+        "row_id": Value("int64"),
+        "prompt_length": Value("int32"),  # how many of the ids serving sends for the last supervised turn
+    }
+)
 OUTCOME = Features(
     {
         "part": Value("int32"),  # number of the row, where a conversation gives one row a turn
@@ -23,11 +34,12 @@ OUTCOME = Features(
         "open": Value("bool"),
         "dropped": Value("string"),
         "problem": Value("string"),
+        "unused": List(Value("string")),  # fields of the chat row without effect
     }
 )
 ENCODED = Features({**ROW, **OUTCOME})
 # Rows encoded by another version of these files are not taken from the cache.
-SOURCES = ("encoder.py", "loss_mask.py", "rows.py")
+SOURCES = ("encoder.py", "loss_mask.py", "rendering.py", "rows.py")
 
 
 def stable_row_id(row_id: int | str) -> int:
@@ -49,7 +61,7 @@ class RowEncoder:
     stop_token_ids: Sequence[int] | None = None
     template_kwargs: dict | None = None
     train_on_thinking: bool = True
-    thinking_tags: Sequence[str] = THINKING_TAGS
+    thinking_tags: Sequence[str] | None = None
     id_prefix: str = ""
 
     def __post_init__(self):
@@ -57,8 +69,14 @@ class RowEncoder:
             raise ValueError(f"assistant_turns must be 'all' or 'last', not {self.assistant_turns!r}")
         if self.max_length < 1:
             raise ValueError(f"max_length must be positive, not {self.max_length}")
-        if len(self.thinking_tags) != 2 or not all(self.thinking_tags):
+        if self.thinking_tags is not None and (len(self.thinking_tags) != 2 or not all(self.thinking_tags)):
             raise ValueError(f"thinking_tags are what opens and what closes a block, not {list(self.thinking_tags)}")
+        if self.stop_token_ids is None:
+            self.stop_token_ids = stop_tokens(self.tokenizer)
+        if template := self._template(None):
+            unread = [name for name in self.template_kwargs or {} if name not in template and name != "chat_template"]
+            if unread:
+                logger.warning(f"template_kwargs: the chat template does not read {', '.join(unread)}: no effect")
 
     def fingerprint(self, *more) -> str:
         """A hash of everything that the encoded rows depend on, the same in every process; `more` is hashed too."""
@@ -70,31 +88,45 @@ class RowEncoder:
     def __call__(self, example: dict, where: str, default_id: int | str) -> list[dict]:
         """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `dropped`, or in
         `problem`, which begins with `where` it is. `default_id` is its id if it has none of its own."""
-        encoded, dropped, problem, key = [EncodedRow([], [], False)], "", "", default_id
+        encoded, dropped, problem, unused, names = [EncodedRow([], [], False, [])], "", "", [], [default_id]
         try:
-            row = read_row(example)
-            if row is None:
-                dropped = "blank line"
-            else:
-                key = row_id(row, default_id)
-                encoded = encode_turns(
-                    row,
-                    self.tokenizer,
-                    self.assistant_turns,
-                    stop_token_ids=self.stop_token_ids,
-                    template_kwargs=self.template_kwargs,
-                    train_on_thinking=self.train_on_thinking,
-                    thinking_tags=self.thinking_tags,
-                )
+            with errors_of(where):
+                row = read_row(example)
+                if row is None:
+                    dropped = "blank line"
+                else:
+                    names = [row_id(row, default_id)]
+                    unused = fields_without_effect(row, self._template(row_tools(row)))
+                    encoded = encode_turns(
+                        row,
+                        self.tokenizer,
+                        self.assistant_turns,
+                        stop_token_ids=self.stop_token_ids,
+                        template_kwargs=self.template_kwargs,
+                        train_on_thinking=self.train_on_thinking,
+                        thinking_tags=self.thinking_tags,
+                    )
+                if self.id_prefix:
+                    names = [f"{self.id_prefix}/{names[0]}"]
+                if len(encoded) > 1:
+                    names = [f"{names[0]}/turn {part}" for part in range(len(encoded))]
+                names = [stable_row_id(name) for name in names]
         except ValueError as error:
-            problem = f"{where}: {error}"
-        if self.id_prefix:
-            key = f"{self.id_prefix}/{key}"
-        ids = [key] if len(encoded) == 1 else [f"{key}/turn {part}" for part in range(len(encoded))]
-        rows = zip(encoded, ids, strict=True)
-        return [self._row(turn, name, part, dropped, problem) for part, (turn, name) in enumerate(rows)]
+            encoded, names, problem = [EncodedRow([], [], False, [])], [0], str(error)
+        rows = zip(encoded, names, strict=True)
+        return [
+            self._row(turn, name, part, dropped, problem, [] if part else unused)
+            for part, (turn, name) in enumerate(rows)
+        ]
 
-    def _row(self, turn: EncodedRow, name: int | str, part: int, dropped: str, problem: str) -> dict:
+    def _template(self, tools: list[dict] | None) -> str | None:
+        """The text of the chat template for rows with such tools; `None` if there is none."""
+        given = (self.template_kwargs or {}).get("chat_template")
+        if given is None and self.tokenizer.chat_template is None:
+            return None
+        return self.tokenizer.get_chat_template(given, tools)
+
+    def _row(self, turn: EncodedRow, row_id: int, part: int, dropped: str, problem: str, unused: list[str]) -> dict:
         size = self.max_length
         supervised = sum(turn.loss_mask[:size])
         if not (problem or dropped or supervised):
@@ -103,13 +135,15 @@ class RowEncoder:
         return {
             "input_ids": turn.input_ids[:size],
             "loss_mask": turn.loss_mask[:size],
-            "row_id": stable_row_id(name),
+            "row_id": row_id,
+            "prompt_length": max((prompt for prompt in turn.prompts if any(turn.loss_mask[prompt:size])), default=0),
             "part": part,
             "supervised": supervised,
             "truncated": len(turn.input_ids) > size,
             "open": turn.is_open and len(turn.input_ids) <= size,
             "dropped": dropped,
             "problem": problem,
+            "unused": unused,
         }
 
 

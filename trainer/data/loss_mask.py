@@ -1,17 +1,26 @@
 """A chat row's token ids and its loss mask: which tokens the target itself would have produced."""
 
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from .rows import row_messages, row_tools
+from .rendering import (
+    THINKING_TAGS,
+    apply_template,
+    check_answer,
+    id_list,
+    render,
+    rendered_ids,
+    stop_tokens,
+    template_settings,
+    text_ids,
+    thoughts_and_answer,
+)
+from .rows import row_messages
 
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THINKING_TAGS = ("<think>", "</think>")
+Span = tuple[int, int]  # the first, and one past the last
 
 
 class RewrittenTurns(ValueError):
@@ -19,19 +28,13 @@ class RewrittenTurns(ValueError):
 
 
 class EncodedRow(NamedTuple):
-    """Token ids, loss mask (0 or 1 for each), and whether the last supervised turn lacks its stop token."""
+    """Token ids, loss mask (0 or 1 for each), whether the last supervised turn lacks its stop token, and for each
+    supervised turn how many of the ids are the prompt that serving sends for it."""
 
     input_ids: list[int]
     loss_mask: list[int]
     is_open: bool
-
-
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **kwargs):
-    """`tokenizer.apply_chat_template`, with a template's refusal turned into a `ValueError`."""
-    try:
-        return tokenizer.apply_chat_template(messages, **kwargs)
-    except (jinja2.TemplateError, TypeError) as error:
-        raise ValueError(f"messages: the chat template refuses them: {error}") from error
+    prompts: list[int]
 
 
 def encode_turns(
@@ -43,15 +46,25 @@ def encode_turns(
     try:
         return [encode_row(row, tokenizer, assistant_turns, **options)]
     except RewrittenTurns:
-        if assistant_turns == "last":
+        messages, given = row_messages(row)
+        turns = _learned(messages, given)
+        if assistant_turns == "last" or turns == [len(messages) - 1]:
             raise
-    messages, given = row_messages(row)
-    turns = [i for i in range(given, len(messages)) if messages[i]["role"] == "assistant"]
-    shared = {key: row[key] for key in ("tools",) if key in row}
-    ends = [{"finish_reason": row.get("finish_reason")} if turn == turns[-1] else {} for turn in turns]
+    shared = {key: row[key] for key in ("tools", "chat_template_kwargs") if key in row}
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    ends = [{"finish_reason": row.get("finish_reason")} if turn == last else {} for turn in turns]
     return [
         encode_row({"messages": messages[: turn + 1]} | shared | end, tokenizer, "last", **options)
         for turn, end in zip(turns, ends, strict=True)
+    ]
+
+
+def _learned(messages: list[dict], given: int) -> list[int]:
+    """Which messages are answers to learn: none of the first `given`, nor those of weight 0."""
+    return [
+        i
+        for i, message in enumerate(messages)
+        if i >= given and message["role"] == "assistant" and message.get("weight", 1)
     ]
 
 
@@ -62,156 +75,151 @@ def encode_row(
     stop_token_ids: Sequence[int] | None = None,
     template_kwargs: dict | None = None,
     train_on_thinking: bool = True,
-    thinking_tags: Sequence[str] = THINKING_TAGS,
+    thinking_tags: Sequence[str] | None = None,
 ) -> EncodedRow:
     """One chat row as token ids with a loss mask.
 
-    The mask covers each supervised assistant turn from the first token after the generation prompt to the stop token
-    included, and nothing that the template writes after it. It comes from the template's `{% generation %}` tags, if
-    there are any and the tokenizer knows character offsets, else from what the template adds turn by turn. An empty
-    thinking block at the start of a turn is written by the template: it is not supervised.
+    The ids begin with those that serving sends. The mask covers each supervised assistant turn from there to its first
+    stop token included, and nothing that the template writes after it: what the template adds turn by turn. An empty
+    thinking block at the start of a turn is written by the template, too: it is not supervised.
 
     Args:
         row: see [`blockdraft.trainer.data.rows`].
         assistant_turns: `"all"`, or `"last"`: up to the last assistant turn, and only that one supervised.
-        stop_token_ids: the tokens that end a turn; the tokenizer's `eos_token_id` if not given.
-        template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving.
+        stop_token_ids: the tokens that end a turn; those of tokenizer and template if not given, see
+            [`~blockdraft.trainer.data.rendering.stop_tokens`].
+        template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving. A
+            row's own `chat_template_kwargs` go before them.
         train_on_thinking: whether the thinking block that starts a turn is supervised; if not, it is only read.
-        thinking_tags: what opens and what closes that block.
+        thinking_tags: what opens and what closes that block; those of known models if not given.
 
     Raises:
         RewrittenTurns: a `ValueError`, if the template rewrites earlier turns, so that no one mask fits.
-        ValueError: naming the field, if the row is malformed, if the answer does not start like the template's
-            generation prompt, or if an assistant turn has no supervised token.
+        ValueError: naming the field, if the row is malformed, if the template leaves out what it says, or if the
+            answer does not start like the template's generation prompt.
     """
-    stop = set(stop_token_ids or [tokenizer.eos_token_id])
+    stop = set(stop_tokens(tokenizer) if stop_token_ids is None else stop_token_ids)
     cut = row.get("finish_reason") == "length"  # then the target produced no stop token
+    tags = THINKING_TAGS if thinking_tags is None else (tuple(thinking_tags),)
     if "completion_ids" in row:
-        prompt, completion = _id_list(row, "prompt_ids", tokenizer), _id_list(row, "completion_ids", tokenizer)
-        is_open = bool(completion) and completion[-1] not in stop and not cut
-        ids, mask = prompt + completion, [0] * len(prompt) + [1] * len(completion)
+        prompt, completion = id_list(row, "prompt_ids", tokenizer), id_list(row, "completion_ids", tokenizer)
+        ids, span = prompt + completion, (len(prompt), len(prompt) + len(completion))
+        (first, end), closed = _close(ids, span, stop)
         if not train_on_thinking:
-            mask = _without_thinking(ids, mask, tokenizer, thinking_tags, only_empty=False)
-        return EncodedRow(ids, mask, is_open)
+            first = _after_thoughts(ids, (first, end), tokenizer, tags)
+        return _encoded(ids, [(first, end)], [len(prompt)], not (closed or cut))
     if "messages" not in row and isinstance(row.get("prompt"), str):
-        prompt, completion = _encode_text(row, tokenizer, cut)
-        return EncodedRow(prompt + completion, [0] * len(prompt) + [1] * len(completion), False)
+        ids, span = _encode_text(row, tokenizer, stop, cut)
+        return _encoded(ids, [span], [span[0]], False)
 
     messages, given = row_messages(row)
-    kwargs = {"tools": row_tools(row), **(template_kwargs or {})}
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    supervised = [i for i in turns if i >= given]
-    if not supervised:
-        ids = apply_template(tokenizer, messages, return_dict=True, **kwargs)["input_ids"]
-        return EncodedRow(ids, [0] * len(ids), False)
+    kwargs = template_settings(row, tokenizer, template_kwargs)
+    turns = _learned(messages, given)
+    if not turns:
+        return _encoded(rendered_ids(tokenizer, render(tokenizer, messages, **kwargs)[0]), [], [], False)
+    cut = cut and not any(message["role"] == "assistant" for message in messages[turns[-1] + 1 :])
     if assistant_turns == "last":
-        supervised = supervised[-1:]
-        messages = messages[: supervised[0] + 1]
+        turns = turns[-1:]
+        messages = messages[: turns[0] + 1]
+    text, taken = render(tokenizer, messages, **kwargs)
+    spans = [_turn_span(text, tokenizer, taken, turn, kwargs) for turn in turns]
+    for turn, (begin, end) in zip(turns, spans, strict=True):
+        check_answer(text[begin:end], messages[turn], turn)
+    if cut:
+        spans[-1] = _cut_answer(text, spans[-1], messages[turns[-1]])
+        text = text[: spans[-1][1]]
 
-    text = apply_template(tokenizer, messages, tokenize=False, **kwargs)
-    template = tokenizer.get_chat_template(kwargs.get("chat_template"), kwargs["tools"])
-    tagged = tokenizer.is_fast and bool(GENERATION_TAG.search(template))
-    spans = [_turn_span(text, tokenizer, messages, turn, kwargs, tagged) for turn in supervised]
-    if tagged:
-        encoded = apply_template(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True, **kwargs)
-        ids, offsets = encoded["input_ids"], encoded.encodings[0].offsets
-        inside = _mask_of(spans, [start for start, _ in offsets])
-        mask = [int(tag and within) for tag, within in zip(encoded["assistant_masks"], inside, strict=True)]
-    else:
-        ids, mask = _mask_spans(text, spans, tokenizer)
-    if not any(mask):
-        raise ValueError(
-            "messages: the loss mask is all zero although there is an assistant turn; "
-            "check the chat template's {% generation %} tags"
-        )
-    mask, is_open = _close_turns(ids, mask, stop, cut, tokenizer)
-    mask = _without_thinking(ids, mask, tokenizer, thinking_tags, only_empty=train_on_thinking)
-    return EncodedRow(ids, mask, is_open)
+    ids, spans = _encode_spans(text, spans, tokenizer)
+    prompts, supervised, closed = [first for first, _ in spans], [], True
+    for turn, span in zip(turns, spans, strict=True):
+        # The template may leave a turn's end to the next role's token, which the target then produces.
+        span, closed = _close(ids, span, set() if cut and turn == turns[-1] else stop)
+        first, end = span
+        after = _after_thoughts(ids, span, tokenizer, tags, only_empty=train_on_thinking)
+        if not train_on_thinking:
+            _check_unlearned(tokenizer.decode(ids[after:end]), messages[turn], turn)
+        supervised.append((after, end))
+    return _encoded(ids, supervised, prompts, not (closed or cut))
 
 
-def _encode_text(row: dict, tokenizer: PreTrainedTokenizerBase, cut: bool) -> tuple[list[int], list[int]]:
+def _encoded(ids: list[int], supervised: list[Span], prompts: list[int], is_open: bool) -> EncodedRow:
+    mask = [0] * len(ids)
+    for first, end in supervised:
+        mask[first:end] = [1] * (end - first)
+    return EncodedRow(ids, mask, is_open, prompts)
+
+
+def _encode_text(row: dict, tokenizer: PreTrainedTokenizerBase, stop: set[int], cut: bool) -> tuple[list[int], Span]:
     if not isinstance(row.get("completion"), str):
         raise ValueError("completion: expected text, like the prompt")
-    prompt = tokenizer(row["prompt"])["input_ids"]
-    completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-    if not cut and tokenizer.eos_token_id is not None and completion[-1:] != [tokenizer.eos_token_id]:
-        completion.append(tokenizer.eos_token_id)
-    return prompt, completion
+    prompt = text_ids(tokenizer, row["prompt"])
+    ids = prompt + rendered_ids(tokenizer, row["completion"])
+    span, closed = _close(ids, (len(prompt), len(ids)), stop)
+    if not (closed or cut or tokenizer.eos_token_id is None):
+        ids, span = [*ids, tokenizer.eos_token_id], (len(prompt), len(ids) + 1)
+    return ids[: span[1]], span
 
 
-def _id_list(row: dict, name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids, size = row.get(name), len(tokenizer)
-    if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < size for i in ids):
-        raise ValueError(f"{name}: expected token ids below {size}, the tokenizer's length")
-    return ids
-
-
-def _turn_span(text: str, tokenizer, messages: list[dict], turn: int, kwargs: dict, tagged: bool) -> tuple[int, int]:
-    """The characters of `text`, the whole conversation, that an assistant's turn adds to its generation prompt. A
-    `tagged` template marks where the answer starts and needs no generation prompt."""
-    prompt = apply_template(tokenizer, messages[:turn], tokenize=False, add_generation_prompt=True, **kwargs)
+def _turn_span(text: str, tokenizer, messages: list[dict], turn: int, kwargs: dict) -> Span:
+    """The characters of `text`, the whole conversation, that an assistant's turn adds to its generation prompt."""
+    prompt = apply_template(tokenizer, messages[:turn], add_generation_prompt=True, **kwargs)
     through = text
     if turn + 1 < len(messages):
-        through = apply_template(tokenizer, messages[: turn + 1], tokenize=False, **kwargs)
-    if not text.startswith(through) or (turn + 1 < len(messages) and not tagged and not through.startswith(prompt)):
+        through = apply_template(tokenizer, messages[: turn + 1], **kwargs)
+        if not text.startswith(through) or not through.startswith(prompt):
+            raise RewrittenTurns(
+                f"messages[{turn}]: the chat template rewrites earlier turns (what it renders up to here is not how "
+                "the whole conversation starts), so the loss mask is unknown; use assistant_turns='last' or one row a "
+                "turn, pass the template_kwargs used at serving, or train on the output of `blockdraft regenerate`"
+            )
+    if not through.startswith(prompt):
         raise RewrittenTurns(
-            f"messages[{turn}]: the chat template rewrites earlier turns (what it renders up to here is not how the "
-            "whole conversation starts), so the loss mask is unknown; use assistant_turns='last' or one row a "
-            "turn, pass the template_kwargs used at serving, or train on the output of `blockdraft regenerate`"
+            f"messages[{turn}]: the chat template does not render this answer, and the turns before it, as its "
+            "generation prompt starts it, so the loss mask is unknown; pass the template_kwargs used at serving, "
+            "keep the answer's thoughts (`reasoning_content`), or train on the output of `blockdraft regenerate`"
         )
-    if through.startswith(prompt):
-        return len(prompt), len(through)
-    before = apply_template(tokenizer, messages[:turn], tokenize=False, **kwargs)
-    if tagged and through.startswith(before):
-        return len(before), len(through)
-    raise RewrittenTurns(
-        f"messages[{turn}]: the chat template does not render this answer, and the turns before it, as its "
-        "generation prompt starts it, so the loss mask is unknown; pass the template_kwargs used at serving, "
-        "keep the answer's thoughts (`reasoning_content`), or train on the output of `blockdraft regenerate`"
-    )
+    return len(prompt), len(through)
 
 
-def _mask_of(spans: list[tuple[int, int]], starts: list[int]) -> list[int]:
-    """1 for each token that starts within one of the spans of characters."""
-    mask = [0] * len(starts)
-    for begin, end in spans:
-        first, last = bisect_left(starts, begin), bisect_left(starts, end)
-        mask[first:last] = [1] * (last - first)
-    return mask
+def _cut_answer(text: str, span: Span, message: dict) -> Span:
+    """The span without what the template writes after an answer that was cut short."""
+    begin, end = span
+    thoughts, answer = thoughts_and_answer(message)
+    last = answer.strip() or thoughts.strip()
+    found = -1 if message.get("tool_calls") else text.rfind(last, begin, end)
+    return (begin, end) if found < 0 else (begin, found + len(last))
 
 
-def _mask_spans(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
+def _encode_spans(text: str, spans: list[Span], tokenizer) -> tuple[list[int], list[Span]]:
+    """Token ids of the text, and its spans of characters as spans of tokens, each of which follows exactly the ids of
+    the text before it, which are those that serving sends."""
+    prompts = [rendered_ids(tokenizer, text[:begin]) for begin, _ in spans]
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], _mask_of(spans, [start for start, _ in encoded["offset_mapping"]])
-    # No offsets: encode piece by piece. In generation, too, a prompt is encoded apart from its answer.
-    ids, mask, done = [], [], 0
-    for begin, end in [*spans, (len(text), len(text))]:
-        for piece, supervised in ((text[done:begin], 0), (text[begin:end], 1)):
-            piece_ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
-            ids += piece_ids
-            mask += [supervised] * len(piece_ids)
-        done = end
-    return ids, mask
+        ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        edges = [(bisect_left(starts, begin), bisect_left(starts, end)) for begin, end in spans]
+        if all(ids[:first] == prompt for (first, _), prompt in zip(edges, prompts, strict=True)):
+            return ids, edges
+    # No offsets, or tokens across an edge: piece by piece, as in generation, where a prompt is encoded by itself.
+    ids, edges = [], []
+    for prompt, (begin, end) in zip(prompts, spans, strict=True):
+        if prompt[: len(ids)] != ids:
+            raise RewrittenTurns(
+                "messages: an earlier answer has other token ids as a part of the next prompt than by itself; use "
+                "assistant_turns='last' or one row a turn"
+            )
+        ids = prompt + rendered_ids(tokenizer, text[begin:end])
+        edges.append((len(prompt), len(ids)))
+    return ids + rendered_ids(tokenizer, text[spans[-1][1] :]), edges
 
 
-def _close_turns(ids, mask, stop: set[int], cut: bool, tokenizer) -> tuple[list[int], bool]:
-    """Ends each supervised run with its stop token: adds it if the run ends before it, and removes the white space
-    that templates write after it. Returns the mask, and whether the last run lacks a stop token."""
-    mask = list(mask)
-    for _, end in supervised_runs(mask):
-        last = end - 1  # the run's last token that is not white space
-        while last > 0 and mask[last - 1] and ids[last] not in stop and not tokenizer.decode(ids[last]).strip():
-            last -= 1
-        closed = ids[last] in stop
-        if closed:
-            mask[last + 1 : end] = [0] * (end - last - 1)
-        elif end < len(ids) and ids[end] in stop:
-            last, closed = end, True
-            mask[last] = 1
-    if cut and closed:
-        mask[last] = 0
-    return mask, not (closed or cut)
+def _close(ids: list[int], span: Span, stop: set[int]) -> tuple[Span, bool]:
+    """The span up to its first stop token, which may stand right behind it, and whether there is one."""
+    first, end = span
+    for i in range(first, min(end + 1, len(ids))):
+        if ids[i] in stop:
+            return (first, i + 1), True
+    return span, False
 
 
 def supervised_runs(mask: list[int]) -> list[tuple[int, int]]:
@@ -220,26 +228,33 @@ def supervised_runs(mask: list[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _without_thinking(ids: list[int], mask: list[int], tokenizer, tags: Sequence[str], only_empty: bool) -> list[int]:
-    """The mask without the thinking block that starts a run, or that its prompt has opened; if `only_empty`, only
-    without empty blocks. White space after the block goes too; a block that is not closed is the whole run."""
-    opening, closing = tags
-    mask = list(mask)
-    for begin, end in supervised_runs(mask):
-        run = tokenizer.decode(ids[begin:end])
-        prompt = tokenizer.decode(ids[max(0, begin - 16) : begin])
+def _after_thoughts(ids: list[int], span: Span, tokenizer, tags: Sequence[Sequence[str]], only_empty=False) -> int:
+    """Where the answer starts in a span: after the thinking block that starts it, or that its prompt has opened; if
+    `only_empty`, only after an empty one. White space after the block goes too; an open block is the whole span."""
+    first, end = span
+    run, prompt = tokenizer.decode(ids[first:end]), tokenizer.decode(ids[max(0, first - 16) : first])
+    for opening, closing in tags:
         if not (run.lstrip().startswith(opening) or prompt.rstrip().endswith(opening)):
             continue
         thoughts, closed, _ = run.partition(closing)
         if only_empty and (not closed or thoughts.replace(opening, "", 1).strip()):
             continue
-        last = end
-        if closed:
-            sizes = range(1, end - begin + 1)
-            last = (
-                begin + 1 + bisect_left(sizes, True, key=lambda n: closing in tokenizer.decode(ids[begin : begin + n]))
-            )
-            while last < end and not tokenizer.decode(ids[last]).strip():
-                last += 1
-        mask[begin:last] = [0] * (last - begin)
-    return mask
+        if not closed:
+            return end
+        sizes = range(1, end - first + 1)
+        last = first + 1 + bisect_left(sizes, True, key=lambda n: closing in tokenizer.decode(ids[first : first + n]))
+        while last < end and not tokenizer.decode(ids[last]).strip():
+            last += 1
+        return _after_thoughts(ids, (last, end), tokenizer, tags, only_empty)
+    return first
+
+
+def _check_unlearned(text: str, message: dict, turn: int) -> None:
+    """Raises a `ValueError` if a turn's thoughts are in its supervised text, unless its answer repeats them."""
+    thoughts, answer = (part.strip() for part in thoughts_and_answer(message))
+    if thoughts and thoughts in text and thoughts not in answer:
+        raise ValueError(
+            f"messages[{turn}]: train_on_thinking=False, but the answer, as it is rendered, starts with no known block "
+            "that holds its thoughts: give thinking_tags, what opens and what closes it, or give the thoughts as "
+            "`reasoning_content`"
+        )

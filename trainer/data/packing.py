@@ -6,7 +6,11 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from .encoder import ROW, columns, stable_row_id
 
-PACKED = Features({**ROW, "document_ids": List(Value("int32")), "document_row_ids": List(Value("int64"))})
+NAMES = ("input_ids", "loss_mask", "row_id")
+PACKED = Features(
+    {name: ROW[name] for name in NAMES}
+    | {"document_ids": List(Value("int32")), "document_row_ids": List(Value("int64"))}
+)
 PACK_BATCH = 2000  # rows among which those that fill a packed row are looked for
 
 
@@ -28,7 +32,7 @@ def pack_rows(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | 
     options = {"batched": True, "batch_size": PACK_BATCH, "fn_kwargs": {"max_length": max_length}, "features": PACKED}
     if isinstance(dataset, Dataset):
         options["desc"] = "Packing"
-    return dataset.map(_pack_batch, remove_columns=list(ROW), **options)
+    return dataset.select_columns(list(NAMES)).map(_pack_batch, remove_columns=list(NAMES), **options)
 
 
 def _pack_batch(batch: dict[str, list], max_length: int) -> dict[str, list]:

@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...modeling.saving.atomic_save import staged_directory
 from ...modeling.target.target_identity import weights_fingerprint
-from .loss_mask import apply_template
 from .provenance import chat_template_digest, provenance_path, read_settings
-from .rows import Source, check_messages, iter_rows, open_rows, row_tools
+from .rendering import served_prompt, stop_tokens
+from .rows import Source, errors_of, iter_rows, later_turns, open_rows
 
 BATCHES_A_WINDOW = 32  # rows are sorted by length among so many batches, so that a batch has little padding
 
@@ -31,6 +31,7 @@ class RegenerateReport:
     stopped: int = 0  # of these, with a stop token; the others reached `max_new_tokens`
     resumed: int = 0  # rows that the output already held
     too_long: int = 0  # rows left out because their prompt exceeds `max_prompt_length`
+    later_turns: int = 0  # of rows with `turns`, which are answered up to the first
     completion_tokens: int = 0  # in the written answers, stop tokens included
 
 
@@ -56,9 +57,10 @@ def regenerate(
 ) -> RegenerateReport:
     """Writes the target's answers as JSON lines that `prepare_dataset` reads, one row for each conversation.
 
-    The prompt is everything before the last assistant turn (everything, if there is none), or the row's `prompt`. An
-    output row has the answer as text and as `completion_ids`, exactly the tokens that the target produced, with its
-    `prompt_ids`, `finish_reason` ("stop" or "length") and `id`. Rows are written in another order than they are read.
+    The prompt is everything before the answer that a conversation ends with (everything, if it ends otherwise), the
+    row's `prompt`, or the first of its `turns`, as serving sends it. An output row has the answer as text and as
+    `completion_ids`, exactly the tokens that the target produced, with its `prompt_ids`, `finish_reason` ("stop" or
+    "length") and `id`. Rows are written in another order than they are read.
 
     An interrupted run resumes where it stopped if called again: ids already in `output_path` are skipped, and a line
     that was cut short is dropped and written again. The settings are kept in `OUTPUT_PATH.provenance.json`.
@@ -109,6 +111,8 @@ def regenerate(
 def _resolve(config: GenerationConfig | None, target, tokenizer, max_new_tokens: int) -> GenerationConfig:
     """The settings that `generate` will use: what `config` leaves unset comes from the target."""
     config = copy.deepcopy(config) if config is not None else GenerationConfig()
+    if config.eos_token_id is None:
+        config.eos_token_id = stop_tokens(tokenizer, target.generation_config) or None
     config.update(**target.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.max_new_tokens = max_new_tokens
     config.max_length = None
@@ -118,10 +122,8 @@ def _resolve(config: GenerationConfig | None, target, tokenizer, max_new_tokens:
     if config.stop_strings:
         raise ValueError("stop_strings: a draft learns to stop at tokens; set eos_token_id instead")
     if config.eos_token_id is None:
-        config.eos_token_id = tokenizer.eos_token_id
-    if config.eos_token_id is None:
         raise ValueError(
-            "eos_token_id: neither the generation config nor the tokenizer has one, so no answer would stop"
+            "eos_token_id: neither the generation config nor tokenizer or template have one, so no answer would stop"
         )
     if isinstance(config.eos_token_id, int):
         config.eos_token_id = [config.eos_token_id]
@@ -202,30 +204,13 @@ def _pending(
         seen.add(row_id)
         if row_id in done:
             continue
-        try:
-            prompt = _read_prompt(row_id, row, tokenizer, template_kwargs)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        if max_prompt_length is not None and len(prompt.ids) > max_prompt_length:
+        with errors_of(where):
+            ids, fields = served_prompt(row, tokenizer, template_kwargs)
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
             report.too_long += 1
         else:
-            yield prompt
-
-
-def _read_prompt(row_id: int | str, row: dict, tokenizer, template_kwargs: dict) -> _Prompt:
-    if "messages" not in row and isinstance(row.get("prompt"), str):
-        return _Prompt(row_id, {"prompt": row["prompt"]}, tokenizer(row["prompt"])["input_ids"])
-    if "messages" in row:
-        messages = check_messages(row["messages"])
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        messages = messages[: turns[-1]] if turns else messages
-    else:
-        messages = check_messages(row.get("prompt"), "prompt")
-    tools = row_tools(row)
-    encoded = apply_template(
-        tokenizer, messages, tools=tools, add_generation_prompt=True, return_dict=True, **template_kwargs
-    )
-    return _Prompt(row_id, {"messages": messages, **({"tools": tools} if tools else {})}, encoded["input_ids"])
+            report.later_turns += later_turns(row)
+            yield _Prompt(row_id, fields, ids)
 
 
 def _complete(target: PreTrainedModel, batch: list[_Prompt], config: GenerationConfig) -> list[list[int]]:

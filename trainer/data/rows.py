@@ -1,25 +1,35 @@
 """Reads and checks chat rows.
 
 A row is one of
-- `{"messages": [{"role", "content"}, ...]}`, optionally with `tools`,
+- `{"messages": [{"role", "content"}, ...]}`, optionally with `tools` and `chat_template_kwargs`,
 - `{"prompt": str, "completion": str}` (plain text) or both as lists of messages,
 - `{"prompt_ids": [int], "completion_ids": [int]}`, as written by `blockdraft regenerate`: taken as they are,
-each optionally with `id` (an int or a string, stable across runs) and `finish_reason` ("stop" or "length").
+- `{"turns": [str, ...]}`, what a user says in turn: a prompt alone,
+each optionally with `id` (an int or a string, stable across runs) and `finish_reason` ("stop" or "length"). Where a
+prompt is all that is asked for, answers may be missing.
+
+Messages are OpenAI's: content is text or a list of text parts, arguments of a tool call are an object or its JSON, and
+an answer whose `weight` is 0 is not learned.
 """
 
 import glob
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import pyarrow
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
+from datasets.exceptions import DatasetsError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 JSON_LINE = "json_line"  # the only column of an opened JSON file: parsed row by row, so that a bad row is one error
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/:]+))?(?:/(?P<name>[^/:]+))?(?::(?P<split>.+))?")
 SUFFIXES = (".jsonl", ".json", ".parquet")
+PARTS = ("text", "input_text", "output_text")  # kinds of content parts that are text
+ALWAYS_READ = {"id", "finish_reason"}
 Source = Dataset | IterableDataset | str | Path | Sequence[str | Path]
 
 
@@ -65,7 +75,7 @@ def _open(name: str, streaming: bool) -> Dataset | IterableDataset:
     named = {"path": folder, "split": split} if is_folder else hub.groupdict()
     try:
         return load_dataset(**named | {"split": named.get("split") or "train"}, streaming=streaming)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, DatasetsError) as error:
         raise ValueError(
             f"data: there is no file {name}, and no dataset of that name could be opened on the Hub "
             f"(owner/name[@revision][/config][:split]): {error}"
@@ -85,11 +95,14 @@ def _open_file(path: Path, streaming: bool) -> Dataset | IterableDataset:
     files = glob.escape(str(path.absolute()))
     load = partial(load_dataset, data_files=files, split="train", streaming=streaming)
     if path.suffix == ".jsonl":
-        return load("text", features=Features({JSON_LINE: Value("string")}))
+        # A byte that is not UTF-8 becomes `\x..`, which JSON does not have: an error of its row.
+        return load("text", features=Features({JSON_LINE: Value("string")}), encoding_errors="backslashreplace")
     if path.suffix == ".json":
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data: {path} is not UTF-8: {error}") from error
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"data: {path} is not one JSON value: {error}; name JSON lines .jsonl") from error
         if not isinstance(rows, list):
             raise ValueError(f"data: {path} must hold a list of rows, not a {type(rows).__name__}")
@@ -97,20 +110,37 @@ def _open_file(path: Path, streaming: bool) -> Dataset | IterableDataset:
         dataset = Dataset.from_generator(_json_list, Features({JSON_LINE: Value("string")}), gen_kwargs=key)
         return dataset.to_iterable_dataset() if streaming else dataset
     if path.suffix == ".parquet":
-        return load("parquet")
+        try:
+            return load("parquet")
+        except (DatasetsError, pyarrow.ArrowException) as error:
+            raise ValueError(f"data: {path} cannot be read: {error.__cause__ or error}") from error
     raise ValueError(f"data: {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """Turns whatever goes wrong with a row into a `ValueError` that begins with `where` it is."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        # Half of a surrogate pair may stand in JSON, but not in a file or table.
+        message = f"{where}: {what}".encode(errors="backslashreplace").decode()
+        raise ValueError(message) from error
 
 
 def read_row(example: dict) -> dict | None:
     """The row in one example of an opened dataset, without null fields; `None` for a blank line. Raises `ValueError`
     if it is not a JSON object."""
     if example.keys() == {JSON_LINE}:
-        if not example[JSON_LINE].strip():
+        line = example[JSON_LINE]
+        if not line.strip():
             return None
         try:
-            example = json.loads(example[JSON_LINE])
+            example = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
+            hint = " (a byte that is not UTF-8)" if line[error.pos : error.pos + 2] == "\\x" else ""
+            raise ValueError(f"not valid JSON: {error}{hint}") from error
         if not isinstance(example, dict):
             raise ValueError(f"expected an object with fields, not a {type(example).__name__}")
         return {key: value for key, value in example.items() if value is not None}
@@ -130,35 +160,68 @@ def iter_rows(opened: list[tuple[str, Dataset]]) -> Iterator[tuple[str, int | st
     for name, dataset in opened:
         for index, example in enumerate(dataset):
             where = f"{name}: row {index}"
-            try:
+            with errors_of(where):
                 row = read_row(example)
                 name_of_row = None if row is None else row_id(row, first + index)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
             if row is not None:
                 yield where, name_of_row, row
         first += len(dataset)
 
 
 def row_messages(row: dict) -> tuple[list[dict], int]:
-    """The row's messages, checked, and how many of them are a conversational `prompt`, hence not supervised."""
+    """The row's messages, by [`plain_messages`], and how many of them are a conversational `prompt`, hence not
+    supervised."""
     if "messages" in row:
-        return _present(check_messages(row["messages"])), 0
+        return plain_messages(row["messages"]), 0
     if "prompt" in row and "completion" in row:
         prompt = check_messages(row["prompt"], "prompt")
         if not isinstance(row["completion"], list):
             raise ValueError("completion: expected a list of messages, like the prompt")
-        return _present(check_messages(prompt + row["completion"], "prompt + completion")), len(prompt)
+        return plain_messages(prompt + row["completion"], "prompt + completion"), len(prompt)
+    if "turns" in row:
+        raise ValueError("turns: what a user says, without answers to learn; `blockdraft regenerate` writes them")
     raise ValueError(f"messages: missing, and so is a prompt with a completion; the fields are {sorted(row)}")
 
 
-def _present(messages: list[dict]) -> list[dict]:
-    """Messages without null fields, which templates would render as `None`."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+def prompt_messages(row: dict) -> list[dict]:
+    """The messages that a row's last answer follows, or will follow if it has none yet, by [`plain_messages`]."""
+    if "messages" in row:
+        messages = plain_messages(row["messages"])
+        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if "prompt" not in row and "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise ValueError("turns: expected a non-empty list of texts")
+        return [{"role": "user", "content": turns[0]}]
+    return plain_messages(row.get("prompt"), "prompt")
+
+
+def later_turns(row: dict) -> int:
+    """How many `turns` of a row [`prompt_messages`] leaves out."""
+    return 0 if "messages" in row or "prompt" in row else len(row.get("turns", [None])) - 1
+
+
+def plain_messages(messages: object, name: str = "messages") -> list[dict]:
+    """Checked messages in one form: without null fields, which templates would render as `None`, and with text parts
+    joined. Raises `ValueError` naming the field, also for parts that are not text."""
+    plain = []
+    for i, message in enumerate(check_messages(messages, name)):
+        message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(content := message.get("content"), list):
+            message["content"] = "".join(_part_text(part, f"{name}[{i}].content") for part in content)
+        plain.append(message)
+    return plain
+
+
+def _part_text(part: object, where: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if kind not in PARTS or not isinstance(part.get("text"), str):
+        raise ValueError(f"{where}: expected parts of text, not of {kind!r}")
+    return part["text"]
 
 
 def check_messages(messages: object, name: str = "messages") -> list[dict]:
-    """Checks roles, their order and contents; raises `ValueError` naming the field."""
+    """Checks roles, their order, contents and weights; raises `ValueError` naming the field."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name}: expected a non-empty list of messages")
     previous = None
@@ -174,26 +237,59 @@ def check_messages(messages: object, name: str = "messages") -> list[dict]:
             raise ValueError(f"{name}[{i}].role: a tool result follows {previous or 'nothing'}")
         if not isinstance(content, (str, list)) and not (role == "assistant" and message.get("tool_calls")):
             raise ValueError(f"{name}[{i}].content: expected text, not {content!r}")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"{name}[{i}].weight: {message['weight']!r} is not 0 (not to be learned) or 1")
         previous = role
     return messages
 
 
-def row_id(row: dict, default: int) -> int | str:
+def row_id(row: dict, default: int | str) -> int | str:
     """The row's `id`, or `default` if it has none."""
     value = row.get("id", default)
     if not isinstance(value, (int, str)) or isinstance(value, bool):
         raise ValueError(f"id: expected an int or a string, not {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"id: {value} does not fit 64 bits; write it as a string")
     return value
 
 
 def row_tools(row: dict) -> list[dict] | None:
     """The row's tool schemas; a JSON string, as many datasets store them, is parsed."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"tools: not valid JSON: {error}") from error
+    tools = _parsed(row, "tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("tools: expected a list of JSON schemas")
     return tools or None
+
+
+def row_template_kwargs(row: dict) -> dict:
+    """What the row itself sets for its chat template; a JSON string is parsed."""
+    kwargs = _parsed(row, "chat_template_kwargs")
+    if not isinstance(kwargs, dict | None):
+        raise ValueError("chat_template_kwargs: expected an object of settings for the chat template")
+    return kwargs or {}
+
+
+def _parsed(row: dict, name: str):
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}: not valid JSON: {error}") from error
+    return value
+
+
+def fields_without_effect(row: dict, template: str | None) -> list[str]:
+    """Names of what a row holds and neither we nor its chat template, given as text, ever read: fields, tools, and
+    settings for a template that does not mention them."""
+    if "completion_ids" in row:  # `blockdraft regenerate` keeps beside them what they come from
+        read = {"prompt_ids", "completion_ids", "messages", "prompt", "completion", "tools", "chat_template_kwargs"}
+        return sorted(row.keys() - read - ALWAYS_READ)
+    if "messages" not in row and isinstance(row.get("prompt"), str):
+        return sorted(row.keys() - {"prompt", "completion"} - ALWAYS_READ)
+    read = {"messages"} if "messages" in row else {"prompt", "completion"}
+    unused = row.keys() - read - {"tools", "chat_template_kwargs"} - ALWAYS_READ
+    if template is not None:
+        unused |= {"tools"} if row_tools(row) and "tools" not in template else set()
+        unused |= {f"chat_template_kwargs.{name}" for name in row_template_kwargs(row) if name not in template}
+    return sorted(unused)

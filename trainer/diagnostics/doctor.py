@@ -32,6 +32,7 @@ def doctor(
     *,
     target_revision: str | None = None,
     engine: str | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
     num_prompts: int = 8,
     max_new_tokens: int = 64,
 ) -> list[Finding]:
@@ -45,6 +46,7 @@ def doctor(
             measured.
         target_revision: what the target was loaded at.
         engine: `"vllm"` or `"sglang"`, to hear what it would do otherwise.
+        prompts: token ids to decode where there are no rows: prompts need no answers.
         num_prompts, max_new_tokens: of the rows' prompts, how many are decoded, and how far.
 
     Returns:
@@ -96,17 +98,21 @@ def doctor(
     with eval_mode(target, draft), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a pair that differs: findings of their own
         run(TRANSFORMS, seen=run_target(target, config.vocab_size))
-        if not rows:
+        if not (rows or prompts):
             return stop("no rows", "Give rows like those of the training.")
-        if not run(ROWS):
-            return stop("the target cannot read the rows")
-        probe = TeacherForcedProbe(target, draft, rows)
-        if not run(ANCHORS, probe=probe):
-            return stop(f"{probe.num_placed} rows with an anchor are too few", "Give more rows.")
-        base = probe.acceptance()
-        run(MEASURED, base=base)
-        findings += compare_settings(probe, base, tokenizer, parts["free_masks"])
-        prompts = held_out_prompts(rows, num_prompts)
+        base = None
+        if rows:
+            if not run(ROWS):
+                return stop("the target cannot read the rows")
+            probe = TeacherForcedProbe(target, draft, rows)
+            if not run(ANCHORS, probe=probe):
+                return stop(f"{probe.num_placed} rows with an anchor are too few", "Give more rows.")
+            base = probe.acceptance()
+            run(MEASURED, base=base)
+            findings += compare_settings(probe, base, tokenizer, parts["free_masks"])
+            prompts = held_out_prompts(rows, num_prompts)
+        else:
+            findings.append(skipped("no row has an answer", "Give rows like those of the training.").of("rows"))
         report = evaluate_decoding(target, draft, prompts, max_new_tokens, compare_with_plain=False)
         findings += check_decoding(report, base, logged)
         if draft.confidence_head is not None:

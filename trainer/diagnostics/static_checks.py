@@ -16,6 +16,7 @@ from ...modeling.target.target_features import capture_features, decoder_layers
 from ...modeling.target.target_transforms import HEAD_NOT_CALLED, embedding_faults, logit_faults
 from ..data.loss_mask import supervised_runs
 from ..data.provenance import OWN_ANSWERS, author, chat_template_digest
+from ..data.rendering import stop_tokens
 from .findings import Check, Finding, fault, ok, skipped, warning
 
 MAY_BE_ZERO = ("bias_vl",)  # parameters of two and more dimensions that training may leave at zero
@@ -27,11 +28,6 @@ def free_mask_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         return propose_mask_token_ids(tokenizer, len(target.get_input_embeddings().weight))
     except ValueError:
         return []
-
-
-def _stop_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    stops = target.generation_config.eos_token_id if target.generation_config else None
-    return {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])} - {None}
 
 
 # ---- target, tokenizer and draft ------------------------------------------------------------------------------------
@@ -87,7 +83,11 @@ def _mask_token(
     fix = f"Take the id of the training; for a new draft, one of {free_masks[:3]}."
     if mask >= rows:
         return fault(f"`mask_token_id` is {mask}, not a row of the target's embedding, 0..{rows - 1}", fix, stops=True)
-    roles = {"bos": {tokenizer.bos_token_id}, "eos": _stop_tokens(target, tokenizer), "unk": {tokenizer.unk_token_id}}
+    roles = {
+        "bos": {tokenizer.bos_token_id},
+        "eos": set(stop_tokens(tokenizer, target.generation_config)),
+        "unk": {tokenizer.unk_token_id},
+    }
     if taken := [role for role, ids in roles.items() if mask in ids]:
         return fault(f"{mask} is the {' and '.join(taken)} token, which the draft takes for noise", fix)
     if mask == tokenizer.pad_token_id:
@@ -217,7 +217,7 @@ def _mask_token_in_data(rows: Sequence[dict], config: PreTrainedConfig) -> Findi
 
 
 def _stop_token(rows: Sequence[dict], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Finding:
-    stops = _stop_tokens(target, tokenizer)
+    stops = stop_tokens(tokenizer, target.generation_config)
     last = [row["input_ids"][end - 1] for row in rows for _, end in supervised_runs(row["loss_mask"])]
     if not stops or not last:
         return skipped("there is no answer" if stops else "the target has none")

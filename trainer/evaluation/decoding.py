@@ -36,8 +36,9 @@ GENERATE, PLAIN_LOOP = "generate()", "plain loop"
 
 def held_out_prompts(dataset, n: int) -> list[list[int]]:
     """Prompts of `n` rows, spread evenly over a training set that has a length; of all rows if there are fewer: the
-    token ids before the last supervised run of each row, within its document. Rows whose document starts with the
-    answer are left out and counted in a warning. Raises a `ValueError` if no row has a prompt."""
+    first `prompt_length` token ids, or those before the last supervised run of a row that does not say it, within its
+    document. Rows whose document starts with the answer are left out and counted in a warning. Raises a `ValueError`
+    if no row has a prompt."""
     count = len(dataset)
     rows = [dataset[i] for i in (range(count) if count <= n else (i * count // n for i in range(n)))]
     prompts = [prompt for row in rows if (prompt := _prompt(row))]
@@ -52,7 +53,7 @@ def _prompt(row: dict) -> list[int]:
     runs = supervised_runs(row["loss_mask"])
     if not runs:
         return []
-    first, _ = runs[-1]
+    first = row.get("prompt_length", runs[-1][0])
     start = list(row["document_ids"]).index(row["document_ids"][first]) if "document_ids" in row else 0
     return [int(token) for token in row["input_ids"][start:first]]
 

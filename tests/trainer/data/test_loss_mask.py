@@ -79,7 +79,7 @@ def supervised(tokenizer, ids, mask):
 )
 def test_all_assistant_turns_with_their_stop_token(chat_tokenizer, template):
     chat_tokenizer.chat_template = template
-    ids, mask, is_open = encode_row({"messages": MESSAGES}, chat_tokenizer)
+    ids, mask, is_open, _ = encode_row({"messages": MESSAGES}, chat_tokenizer)
     rendered = chat_tokenizer.apply_chat_template(MESSAGES, return_dict=True)["input_ids"]
     assert ids == rendered and not is_open
     assert supervised(chat_tokenizer, ids, mask) == ANSWERS
@@ -91,7 +91,7 @@ def test_all_assistant_turns_with_their_stop_token(chat_tokenizer, template):
 @pytest.mark.parametrize("template", [CHATML, TAGGED])
 def test_last_turn_only(chat_tokenizer, template):
     chat_tokenizer.chat_template = template
-    ids, mask, _ = encode_row({"messages": MESSAGES}, chat_tokenizer, assistant_turns="last")
+    ids, mask, *_ = encode_row({"messages": MESSAGES}, chat_tokenizer, assistant_turns="last")
     assert supervised(chat_tokenizer, ids, mask) == ANSWERS[1:]
     assert ids == chat_tokenizer.apply_chat_template(MESSAGES[:5], return_dict=True)["input_ids"]
 
@@ -100,7 +100,7 @@ def test_last_turn_only(chat_tokenizer, template):
 def test_turns_of_a_prompt_are_not_supervised(chat_tokenizer, template):
     chat_tokenizer.chat_template = template
     row = {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}
-    ids, mask, _ = encode_row(row, chat_tokenizer)
+    ids, mask, *_ = encode_row(row, chat_tokenizer)
     assert supervised(chat_tokenizer, ids, mask) == ANSWERS[1:]
 
 
@@ -108,7 +108,7 @@ def test_tokenizer_without_offsets(char_tokenizer):
     messages = [{**m, "content": m["content"].replace("🙂", ":)")} for m in MESSAGES]
     for template in (CHATML, TAGGED):
         char_tokenizer.chat_template = template
-        ids, mask, is_open = encode_row({"messages": messages}, char_tokenizer)
+        ids, mask, is_open, _ = encode_row({"messages": messages}, char_tokenizer)
         assert not char_tokenizer.is_fast and not is_open
         assert ids == char_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         assert supervised(char_tokenizer, ids, mask) == ["it is fine :)<|im_end|>", " fine\n<|im_end|>"]
@@ -137,16 +137,16 @@ def test_template_that_rewrites_earlier_turns(chat_tokenizer, template):
         RewrittenTurns, match=r"messages\[1\]: the chat template rewrites earlier turns.*assistant_turns='last'"
     ):
         encode_row({"messages": THOUGHTS}, chat_tokenizer)
-    [(ids, mask, _)] = encode_turns({"messages": THOUGHTS}, chat_tokenizer, "last")
+    [(ids, mask, *_)] = encode_turns({"messages": THOUGHTS}, chat_tokenizer, "last")
     assert supervised(chat_tokenizer, ids, mask) == ["<think>so</think>\n\nfine<|im_end|>"]
     assert "hm" not in chat_tokenizer.decode(ids)
     # All turns: each as it was answered, with what came before as it is rendered then.
     rows = encode_turns({"messages": THOUGHTS, "finish_reason": "length"}, chat_tokenizer)
-    assert [supervised(chat_tokenizer, ids, mask) for ids, mask, _ in rows] == [
+    assert [supervised(chat_tokenizer, ids, mask) for ids, mask, *_ in rows] == [
         ["<think>hm</think>hi<|im_end|>"],
         ["<think>so</think>\n\nfine"],
     ]
-    assert [row.input_ids for row in rows][1] == ids
+    assert rows[1].input_ids == ids[: len(rows[1].input_ids)] and rows[1].loss_mask[-1]  # nothing after what was cut
     [row] = encode_turns({"prompt": THOUGHTS[:3], "completion": THOUGHTS[3:]}, chat_tokenizer)
     assert row.input_ids == ids and row.loss_mask == mask
     assert len(encode_turns({"messages": MESSAGES}, chat_tokenizer)) == 1  # nothing to rewrite
@@ -161,12 +161,12 @@ def test_thoughts_are_learned_or_only_read(chat_tokenizer):
     for train_on_thinking, answers in expected.items():
         for template in (CHATML, TAGGED):
             chat_tokenizer.chat_template = template
-            ids, mask, _ = encode_row(row, chat_tokenizer, train_on_thinking=train_on_thinking)
+            ids, mask, *_ = encode_row(row, chat_tokenizer, train_on_thinking=train_on_thinking)
             assert supervised(chat_tokenizer, ids, mask) == answers
             assert "<think>so</think>" in chat_tokenizer.decode(ids)
     tags = ["[THINK]", "[/THINK]"]
     messages = [THOUGHTS[0], {"role": "assistant", "content": "[THINK]hm[/THINK]hi</think>"}]
-    ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=False, thinking_tags=tags)
+    ids, mask, *_ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=False, thinking_tags=tags)
     assert supervised(chat_tokenizer, ids, mask) == ["hi</think><|im_end|>"]
 
 
@@ -178,7 +178,7 @@ def test_thoughts_of_their_own_field_are_in_the_mask(chat_tokenizer):
     ).replace("assistant\\n'", "assistant\\n<think>\\n'")
     messages = [THOUGHTS[0], {"role": "assistant", "content": "hi", "reasoning_content": "hm", "tool_calls": None}]
     for train_on_thinking, answer in ((True, "hm</think>hi<|im_end|>"), (False, "hi<|im_end|>")):
-        ids, mask, _ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=train_on_thinking)
+        ids, mask, *_ = encode_row({"messages": messages}, chat_tokenizer, train_on_thinking=train_on_thinking)
         assert supervised(chat_tokenizer, ids, mask) == [answer]
     with pytest.raises(
         ValueError, match=r"messages\[1\]: the chat template does not render this answer.*reasoning_content"
@@ -189,7 +189,7 @@ def test_thoughts_of_their_own_field_are_in_the_mask(chat_tokenizer):
 def test_recorded_thoughts(chat_tokenizer):
     def encode(prompt, completion, **options):
         ids = [chat_tokenizer(text)["input_ids"] for text in (prompt, completion)]
-        ids, mask, _ = encode_row({"prompt_ids": ids[0], "completion_ids": ids[1]}, chat_tokenizer, **options)
+        ids, mask, *_ = encode_row({"prompt_ids": ids[0], "completion_ids": ids[1]}, chat_tokenizer, **options)
         return supervised(chat_tokenizer, ids, mask)
 
     # The target wrote the empty block itself.
@@ -207,7 +207,7 @@ def test_empty_thinking_block_is_not_supervised(chat_tokenizer, template, train_
     chat_tokenizer.chat_template = template.replace(
         "m['content'] +", "('<think>\\n\\n</think>\\n\\n' if m['role'] == 'assistant' else '') + m['content'] +"
     ).replace("{% generation %}", "{% generation %}<think>\n\n</think>\n\n")
-    ids, mask, _ = encode_row({"messages": MESSAGES}, chat_tokenizer, train_on_thinking=train_on_thinking)
+    ids, mask, *_ = encode_row({"messages": MESSAGES}, chat_tokenizer, train_on_thinking=train_on_thinking)
     assert "<think>\n\n</think>" in chat_tokenizer.decode(ids)
     assert supervised(chat_tokenizer, ids, mask) == ANSWERS
 
@@ -217,7 +217,7 @@ def test_tagged_scaffolding_of_the_generation_prompt_is_not_supervised(chat_toke
     chat_tokenizer.chat_template = TAGGED.replace("{% generation %}", scaffold).replace(
         "{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n(think of it)' }}"
     )
-    ids, mask, _ = encode_row({"messages": MESSAGES}, chat_tokenizer)
+    ids, mask, *_ = encode_row({"messages": MESSAGES}, chat_tokenizer)
     assert chat_tokenizer.decode(ids).count("(think of it)") == 2
     assert supervised(chat_tokenizer, ids, mask) == ANSWERS
 
@@ -228,40 +228,40 @@ def test_scaffolding_of_the_generation_prompt_is_not_supervised(chat_tokenizer):
     ).replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n' + ('<think></think>' if mute else '')")
     for mute in (True, False):
         row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
-        ids, mask, _ = encode_row(row, chat_tokenizer, template_kwargs={"mute": mute})
+        ids, mask, *_ = encode_row(row, chat_tokenizer, template_kwargs={"mute": mute})
         assert supervised(chat_tokenizer, ids, mask) == ["hi<|im_end|>"]
         assert ("<think>" in chat_tokenizer.decode(ids)) == mute
 
 
-def test_mask_of_nothing_is_an_error(chat_tokenizer):
+def test_what_is_learned_begins_where_the_prompt_ends_wherever_tags_are(chat_tokenizer):
     chat_tokenizer.chat_template = "{% generation %}{% endgeneration %}" + CHATML
-    with pytest.raises(ValueError, match="loss mask is all zero although there is an assistant turn"):
-        encode_row({"messages": MESSAGES}, chat_tokenizer)
+    ids, mask, *_ = encode_row({"messages": MESSAGES}, chat_tokenizer)
+    assert supervised(chat_tokenizer, ids, mask) == ANSWERS
 
 
 def test_turn_without_stop_token_is_told(chat_tokenizer):
     chat_tokenizer.chat_template = CHATML.replace("<|im_end|>", "")
-    ids, mask, is_open = encode_row({"messages": MESSAGES[:3]}, chat_tokenizer)
+    ids, mask, is_open, _ = encode_row({"messages": MESSAGES[:3]}, chat_tokenizer)
     assert is_open and supervised(chat_tokenizer, ids, mask) == ["it is fine 🙂\n"]
+    # The template knows what ends a turn even where the tokenizer does not, unless another token is given.
     chat_tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>")
-    assert encode_row({"messages": MESSAGES[:3]}, chat_tokenizer)[2]
-    ids, mask, is_open = encode_row(
-        {"messages": MESSAGES[:3]}, chat_tokenizer, stop_token_ids=[chat_tokenizer.pad_token_id]
-    )
+    ids, mask, is_open, _ = encode_row({"messages": MESSAGES[:3]}, chat_tokenizer)
     assert not is_open and supervised(chat_tokenizer, ids, mask) == ["it is fine 🙂<|endoftext|>"]
+    stop = [chat_tokenizer.eos_token_id]
+    assert encode_row({"messages": MESSAGES[:3]}, chat_tokenizer, stop_token_ids=stop).is_open
 
 
 def test_answer_cut_by_length_has_no_stop_token(chat_tokenizer):
-    ids, mask, is_open = encode_row({"messages": MESSAGES[:3], "finish_reason": "length"}, chat_tokenizer)
+    ids, mask, is_open, _ = encode_row({"messages": MESSAGES[:3], "finish_reason": "length"}, chat_tokenizer)
     assert not is_open and supervised(chat_tokenizer, ids, mask) == ["it is fine 🙂"]
 
 
 def test_plain_text(chat_tokenizer):
     row = {"prompt": "the user asks", "completion": " what"}
-    ids, mask, _ = encode_row(row, chat_tokenizer)
+    ids, mask, *_ = encode_row(row, chat_tokenizer)
     assert chat_tokenizer.decode(ids) == "the user asks what<|im_end|>"
     assert supervised(chat_tokenizer, ids, mask) == [" what<|im_end|>"]
-    ids, mask, _ = encode_row({**row, "finish_reason": "length"}, chat_tokenizer)
+    ids, mask, *_ = encode_row({**row, "finish_reason": "length"}, chat_tokenizer)
     assert supervised(chat_tokenizer, ids, mask) == [" what"]
     with pytest.raises(ValueError, match="completion: expected text"):
         encode_row({"prompt": "x"}, chat_tokenizer)
@@ -291,7 +291,7 @@ def test_tools_are_read_and_calls_are_learned(chat_tokenizer, template, written)
     """The tools' schemas stand in front of the row as at serving; what the target said, its calls too, is supervised,
     tools' results are not."""
     chat_tokenizer.chat_template = WITH_TOOLS[template]
-    ids, mask, is_open = encode_row({"messages": TOOL_TURNS, "tools": written}, chat_tokenizer)
+    ids, mask, is_open, _ = encode_row({"messages": TOOL_TURNS, "tools": written}, chat_tokenizer)
     rendered = chat_tokenizer.apply_chat_template(TOOL_TURNS, tools=[TOOL], return_dict=True)["input_ids"]
     assert ids == rendered and not is_open
     assert chat_tokenizer.decode(ids).startswith(f"<|im_start|>tools\n{json.dumps(TOOL)}<|im_end|>\n<|im_start|>user")
@@ -312,7 +312,7 @@ def test_tools_choose_their_template_and_stay_with_rows_of_one_turn(chat_tokeniz
 
 def test_recorded_token_ids_are_taken_as_they_are(chat_tokenizer):
     row = {"messages": MESSAGES, "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "finish_reason": "length"}
-    assert encode_row(row, chat_tokenizer) == ([5, 6, 7, 8, 9], [0, 0, 1, 1, 1], False)
+    assert encode_row(row, chat_tokenizer) == ([5, 6, 7, 8, 9], [0, 0, 1, 1, 1], False, [2])
     assert encode_row({**row, "finish_reason": "stop"}, chat_tokenizer)[2]
     for bad in ([7, len(chat_tokenizer)], [-1], "789", None):
         with pytest.raises(ValueError, match="prompt_ids: expected token ids below"):
@@ -323,7 +323,6 @@ def test_what_a_template_refuses_is_told(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('No user query found in messages.') }}"
     with pytest.raises(ValueError, match="messages: the chat template refuses them: No user query found"):
         encode_row({"messages": MESSAGES}, chat_tokenizer)
-    chat_tokenizer.chat_template = CHATML
-    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-    with pytest.raises(ValueError, match="messages: the chat template refuses them"):
-        encode_row({"messages": parts}, chat_tokenizer)
+    chat_tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(ValueError, match="messages: the chat template refuses them: division by zero"):
+        encode_row({"messages": MESSAGES}, chat_tokenizer)

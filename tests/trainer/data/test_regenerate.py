@@ -164,7 +164,7 @@ def test_prompts_of_every_shape(tmp_path, target, chat_tokenizer):
     report = regenerate(target, chat_tokenizer, source, output, 4, GREEDY, max_prompt_length=60)
     assert (report.written, report.too_long) == (4, 1)
     written = read(output)
-    assert written[0]["messages"][:-1] == [*turns, turns[0]] and written[0]["tools"] == tools
+    assert written[0]["messages"][:-1] == [*turns, *turns, turns[0]] and written[0]["tools"] == tools
     assert written[1]["prompt_ids"] == written[2]["prompt_ids"]
     assert written[3]["prompt"] == "hello there" and isinstance(written[3]["completion"], str)
     assert chat_tokenizer.decode(written[3]["prompt_ids"]) == "hello there"

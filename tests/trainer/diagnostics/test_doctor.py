@@ -63,6 +63,12 @@ def test_command(admit, tmp_path, capsys):
     command = ["doctor", str(folder), str(patient.folder), str(data), "--num_prompts", "2", "--max_new_tokens", "16"]
     assert main(command) == 0
     assert "0 faults, 0 warnings" in capsys.readouterr().out
+    # Of prompts without answers, what decoding shows.
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": row["messages"][:1]}) + "\n" for row in chats()[FEW]))
+    assert main([*command[:3], str(prompts), "--num_prompts", "6", "--max_new_tokens", "24"]) == 0
+    text = capsys.readouterr().out
+    assert "no answer to learn from" in text and "no row has an answer" in text and "looping answers" in text
 
     patient.settings(slot_layout=None)
     output = tmp_path / "findings.json"
