@@ -193,16 +193,26 @@ def _cut_answer(text: str, span: Span, message: dict) -> Span:
 def _encode_spans(text: str, spans: list[Span], tokenizer) -> tuple[list[int], list[Span]]:
     """Token ids of the text, and its spans of characters as spans of tokens, each of which follows exactly the ids of
     the text before it, which are those that serving sends."""
-    prompts = [rendered_ids(tokenizer, text[:begin]) for begin, _ in spans]
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        starts = [start for start, _ in offsets]
         edges = [(bisect_left(starts, begin), bisect_left(starts, end)) for begin, end in spans]
-        if all(ids[:first] == prompt for (first, _), prompt in zip(edges, prompts, strict=True)):
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        for (first, _), (begin, _) in zip(edges, spans, strict=True):
+            # Text is split at special tokens first: it is enough to encode what follows the last of them.
+            apart = next((i + 1 for i in range(first - 1, -1, -1) if ids[i] in special), 0)
+            since = offsets[apart - 1][1] if apart else 0
+            if ids[apart:first] != rendered_ids(tokenizer, text[since:begin]) and (
+                ids[:first] != rendered_ids(tokenizer, text[:begin])
+            ):
+                break
+        else:
             return ids, edges
     # No offsets, or tokens across an edge: piece by piece, as in generation, where a prompt is encoded by itself.
     ids, edges = [], []
-    for prompt, (begin, end) in zip(prompts, spans, strict=True):
+    for begin, end in spans:
+        prompt = rendered_ids(tokenizer, text[:begin])
         if prompt[: len(ids)] != ids:
             raise RewrittenTurns(
                 "messages: an earlier answer has other token ids as a part of the next prompt than by itself; use "
@@ -254,7 +264,7 @@ def _check_unlearned(text: str, message: dict, turn: int) -> None:
     thoughts, answer = (part.strip() for part in thoughts_and_answer(message))
     if thoughts and thoughts in text and thoughts not in answer:
         raise ValueError(
-            f"messages[{turn}]: train_on_thinking=False, but the answer, as it is rendered, starts with no known block "
-            "that holds its thoughts: give thinking_tags, what opens and what closes it, or give the thoughts as "
-            "`reasoning_content`"
+            f"messages[{turn}]: train_on_thinking=False, but the answer, as it is rendered, starts with no block that "
+            "is known to hold its thoughts: give thinking_tags, what opens and what closes it, or give the thoughts "
+            "as `reasoning_content`"
         )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +15,7 @@ from ...modeling.target.target_features import capture_features, decoder_layers
 from ...modeling.target.target_transforms import HEAD_NOT_CALLED, embedding_faults, logit_faults
 from ..data.loss_mask import supervised_runs
 from ..data.provenance import OWN_ANSWERS, author, chat_template_digest
-from ..data.rendering import stop_tokens
+from ..data.rendering import render, rendered_ids, stop_tokens
 from .findings import Check, Finding, fault, ok, skipped, warning
 
 MAY_BE_ZERO = ("bias_vl",)  # parameters of two and more dimensions that training may leave at zero
@@ -230,13 +229,13 @@ def _prompts(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> Findin
     """Answers follow what the template writes in front of them, if the rows were made with it."""
     if tokenizer.chat_template is None:
         return skipped("the tokenizer has no chat template")
-    message, render = [{"role": "user", "content": "a"}], {"tokenize": True, "return_dict": True}
+    message = [{"role": "user", "content": "a"}]
     try:
         without, prompt = (
-            tokenizer.apply_chat_template(message, add_generation_prompt=asked, **render)["input_ids"]
+            rendered_ids(tokenizer, render(tokenizer, message, add_generation_prompt=asked)[0])
             for asked in (False, True)
         )
-    except (TemplateError, ValueError) as error:
+    except ValueError as error:
         return skipped(f"the chat template does not take a lone user message: {error}")
     # A template that ends the conversation where no answer is asked for does not show what it writes before one.
     lead = prompt[len(without) :] if prompt[: len(without)] == without else []
