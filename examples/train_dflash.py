@@ -29,6 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from blockdraft import DraftTrainer, DraftTrainingArguments
 from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.data.rendering import stop_tokens
 from blockdraft.trainer.loading import new_draft
 
 
@@ -60,8 +61,9 @@ def main(script_args: ScriptArguments, training_args: DraftTrainingArguments) ->
     tokenizer = AutoTokenizer.from_pretrained(script_args.target, revision=script_args.target_revision)
 
     # Data: token ids and a loss mask over the answers
+    stops = stop_tokens(tokenizer, target.generation_config)
     with training_args.main_process_first(desc="encoding the data"):
-        dataset, report = prepare_dataset(script_args.data, tokenizer, script_args.max_length)
+        dataset, report = prepare_dataset(script_args.data, tokenizer, script_args.max_length, stop_token_ids=stops)
     print(report)
     dataset = dataset.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
 

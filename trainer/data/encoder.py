@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .loss_mask import EncodedRow, encode_turns
-from .rendering import stop_tokens
-from .rows import errors_of, fields_without_effect, read_row, row_id, row_tools
+from .rendering import fields_without_effect, stop_tokens
+from .rows import errors_of, read_row, row_id, row_tools
 
 logger = logging.get_logger(__name__)
 
@@ -96,7 +96,6 @@ class RowEncoder:
                     dropped = "blank line"
                 else:
                     names = [row_id(row, default_id)]
-                    unused = fields_without_effect(row, self._template(row_tools(row)))
                     encoded = encode_turns(
                         row,
                         self.tokenizer,
@@ -106,6 +105,7 @@ class RowEncoder:
                         train_on_thinking=self.train_on_thinking,
                         thinking_tags=self.thinking_tags,
                     )
+                    unused = fields_without_effect(row, self._template(row_tools(row)))
                 if self.id_prefix:
                     names = [f"{self.id_prefix}/{names[0]}"]
                 if len(encoded) > 1:

@@ -13,6 +13,8 @@ from .rows import prompt_messages, row_template_kwargs, row_tools
 
 # An answer's thoughts have a field of their own under one of these names; templates read one or two of them.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# Of messages, what we read, and what says which result belongs to which call.
+MESSAGE_FIELDS = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id", *REASONING}
 # What opens and what closes the thoughts in an answer's text.
 THINKING_TAGS = (
     ("<think>", "</think>"),  # Qwen3, GLM, Kimi K2, DeepSeek
@@ -201,6 +203,25 @@ def thoughts_and_answer(message: dict) -> tuple[str, str]:
             if closed and (thoughts.lstrip().startswith(opening) or opening not in content):
                 return thoughts.replace(opening, "", 1), answer
     return reasoning(message), content
+
+
+def fields_without_effect(row: dict, template: str | None) -> list[str]:
+    """Names of what a readable row holds and neither we nor its chat template, given as text, ever read: fields, of
+    the row and of its messages, tools, and settings for a template that does not mention them."""
+    unused = row.keys() - {"id", "finish_reason"}
+    if "completion_ids" in row:  # `blockdraft regenerate` keeps beside them what they come from
+        kept = {"messages", "prompt", "completion", "tools", "chat_template_kwargs"}
+        return sorted(unused - kept - {"prompt_ids", "completion_ids"})
+    if "messages" not in row and isinstance(row["prompt"], str):
+        return sorted(unused - {"prompt", "completion"})
+    read = ("messages",) if "messages" in row else ("prompt", "completion")
+    unused -= {*read, "tools", "chat_template_kwargs"}
+    if template is not None:
+        of_messages = {name for field in read for message in row[field] for name in message} - MESSAGE_FIELDS
+        unused |= {f"messages[].{name}" for name in of_messages if name not in template}
+        unused |= {f"chat_template_kwargs.{name}" for name in row_template_kwargs(row) if name not in template}
+        unused |= {"tools"} if row_tools(row) and "tools" not in template else set()
+    return sorted(unused)
 
 
 # ---- what serving sends ---------------------------------------------------------------------------------------------

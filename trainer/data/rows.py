@@ -29,7 +29,6 @@ JSON_LINE = "json_line"  # the only column of an opened JSON file: parsed row by
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/:]+))?(?:/(?P<name>[^/:]+))?(?::(?P<split>.+))?")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 PARTS = ("text", "input_text", "output_text")  # kinds of content parts that are text
-ALWAYS_READ = {"id", "finish_reason"}
 Source = Dataset | IterableDataset | str | Path | Sequence[str | Path]
 
 
@@ -277,19 +276,3 @@ def _parsed(row: dict, name: str):
         except json.JSONDecodeError as error:
             raise ValueError(f"{name}: not valid JSON: {error}") from error
     return value
-
-
-def fields_without_effect(row: dict, template: str | None) -> list[str]:
-    """Names of what a row holds and neither we nor its chat template, given as text, ever read: fields, tools, and
-    settings for a template that does not mention them."""
-    if "completion_ids" in row:  # `blockdraft regenerate` keeps beside them what they come from
-        read = {"prompt_ids", "completion_ids", "messages", "prompt", "completion", "tools", "chat_template_kwargs"}
-        return sorted(row.keys() - read - ALWAYS_READ)
-    if "messages" not in row and isinstance(row.get("prompt"), str):
-        return sorted(row.keys() - {"prompt", "completion"} - ALWAYS_READ)
-    read = {"messages"} if "messages" in row else {"prompt", "completion"}
-    unused = row.keys() - read - {"tools", "chat_template_kwargs"} - ALWAYS_READ
-    if template is not None:
-        unused |= {"tools"} if row_tools(row) and "tools" not in template else set()
-        unused |= {f"chat_template_kwargs.{name}" for name in row_template_kwargs(row) if name not in template}
-    return sorted(unused)

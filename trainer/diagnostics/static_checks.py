@@ -15,7 +15,7 @@ from ...modeling.target.target_features import capture_features, decoder_layers
 from ...modeling.target.target_transforms import HEAD_NOT_CALLED, embedding_faults, logit_faults
 from ..data.loss_mask import supervised_runs
 from ..data.provenance import OWN_ANSWERS, author, chat_template_digest
-from ..data.rendering import render, rendered_ids, stop_tokens
+from ..data.rendering import apply_template, rendered_ids, stop_tokens
 from .findings import Check, Finding, fault, ok, skipped, warning
 
 MAY_BE_ZERO = ("bias_vl",)  # parameters of two and more dimensions that training may leave at zero
@@ -232,7 +232,7 @@ def _prompts(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> Findin
     message = [{"role": "user", "content": "a"}]
     try:
         without, prompt = (
-            rendered_ids(tokenizer, render(tokenizer, message, add_generation_prompt=asked)[0])
+            rendered_ids(tokenizer, apply_template(tokenizer, message, add_generation_prompt=asked))
             for asked in (False, True)
         )
     except ValueError as error:

@@ -110,22 +110,26 @@ def test_fields_without_effect_are_counted_and_named(chat_tokenizer, caplog):
         chat("hi", source="web", reasoning_effort="high", tools=[{"name": "f"}]),
         kwargs,
         {"prompt": "hello", "completion": "hi", "messages_of": 3},
+        {"messages": [{**USER, "time": 3}, {**ANSWER, "train": False, "name": "Bo", "weight": 1}]},
+        {"prompt": [USER], "completion": [{**ANSWER, "train": False}]},
         {"prompt_ids": [5], "completion_ids": [6, 2], "messages": [USER], "finish_reason": "stop", "model": "x"},
     ]
     lines = Dataset.from_list([{JSON_LINE: json.dumps(row)} for row in rows])
     with caplog.at_level("WARNING", logger="blockdraft"):
         _, report = prepare_dataset(lines, chat_tokenizer, max_length=64, template_kwargs={"enable_thinking": False})
-    assert report.kept == 5 and report.unused == {
+    assert report.kept == 7 and report.unused == {
         "source": 2,
         "reasoning_effort": 1,
         "tools": 1,
         "chat_template_kwargs.reasoning_effort": 1,
         "messages_of": 1,
+        "messages[].time": 1,
+        "messages[].train": 2,
         "model": 1,
     }
     assert "fields without effect: source (2 rows), reasoning_effort (1 rows), tools (1 rows)" in caplog.text
     assert "template_kwargs: the chat template does not read enable_thinking: no effect" in caplog.text
-    chat_tokenizer.chat_template += "{% if tools and reasoning_effort and enable_thinking %}{% endif %}"
+    chat_tokenizer.chat_template += "{% if tools and reasoning_effort and time and train %}{% endif %}"
     _, report = prepare_dataset(lines, chat_tokenizer, max_length=64)
     assert report.unused == {"source": 2, "reasoning_effort": 1, "messages_of": 1, "model": 1}
 
