@@ -47,21 +47,21 @@ def read_prompts(
         ValueError: if a chosen row is malformed (file, row and field are named), or none has a prompt.
     """
     opened = open_rows(source)
-    places = [(name, dataset, index) for name, dataset in opened for index in range(len(dataset))]
-    count, prompts = len(places), []
+    count, first, prompts = sum(len(dataset) for _, dataset in opened), 0, []
+    chosen = range(count) if count <= num_prompts else [i * count // num_prompts for i in range(num_prompts)]
     report = PromptReport(rows=count)
-    for name, dataset, index in (
-        places if count <= num_prompts else (places[i * count // num_prompts] for i in range(num_prompts))
-    ):
-        with errors_of(f"{name}: row {index}"):
-            row = read_row(dataset[index])
-            ids = [] if row is None else served_prompt(row, tokenizer, template_kwargs)[0]
-        if not ids or len(ids) > max_length:
-            report.empty += not ids
-            report.too_long += len(ids) > max_length
-            continue
-        prompts.append([int(token) for token in ids])
-        report.later_turns += later_turns(row)
+    for name, dataset in opened:
+        for index in (place - first for place in chosen if first <= place < first + len(dataset)):
+            with errors_of(f"{name}: row {index}"):
+                row = read_row(dataset[index])
+                ids = [] if row is None else served_prompt(row, tokenizer, template_kwargs)[0]
+            if not ids or len(ids) > max_length:
+                report.empty += not ids
+                report.too_long += len(ids) > max_length
+                continue
+            prompts.append([int(token) for token in ids])
+            report.later_turns += later_turns(row)
+        first += len(dataset)
     report.prompts = len(prompts)
     if not prompts:
         raise ValueError(f"data: there is no prompt: {report}")
