@@ -6,8 +6,9 @@ from .configuration_deepseek_v41_base import DeepseekV41BaseConfig
 from .configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT
 from .configuration_dspark import DSparkConfig
 
-# The cache layer type of a stage: the keys of the context window.
-DSPARK_CONTEXT = "dspark_context"
+# The cache layer type of a stage: the keys of the context window. transformers keeps one class for each type, that of
+# the code loaded last, and drafts ship their code: a layer that computes anything else needs another name.
+DSPARK_CONTEXT = "dspark_context_2"
 
 
 @strict

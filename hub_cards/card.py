@@ -18,7 +18,7 @@ from ..modeling.families import family_of
 from ..modeling.saving.atomic_save import staged_directory
 from .facts import git_revision, recipe, target_id, text
 from .plots import write_acceptance_plot
-from .results import FIGURES, DecodingResult, benchmark_entries, model_index, read_results
+from .results import FEW_PROMPTS, FIGURES, DecodingResult, benchmark_entries, model_index, read_results
 from .rules import OTHER, check_datasets, check_license, is_hub_id
 from .serving import OWN_TARGET_TYPES, decoding_limits, engine_misfits_of, masked_slots_are_alike
 
@@ -95,16 +95,17 @@ def rewrite_card(directory: str | os.PathLike, config: PreTrainedConfig) -> None
     write_card(directory, config, saved_metrics(directory))
 
 
-def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, headline: Mapping) -> None:
-    """Adds a measurement to the card of a saved draft, in place of one of the same data set (`data`) by the same
-    protocol; `headline` is what `DecodingReport.headline()` returns. A card that was edited by hand is kept beside
+def add_to_card(directory: str | os.PathLike, config: PreTrainedConfig, data: str, *headlines: Mapping) -> None:
+    """Adds measurements to the card of a saved draft, each in place of one of the same data set (`data`) by the same
+    protocol; `headlines` are what `DecodingReport.headline()` returns. A card that was edited by hand is kept beside
     it."""
     _keep_edited(directory, config)
     metrics = saved_metrics(directory)
     earlier = metrics.get(data, [])
     earlier = [earlier] if isinstance(earlier, Mapping) else earlier
-    kept = [result for result in earlier if result["protocol"] != headline["protocol"]]
-    write_card(directory, config, metrics | {data: [*kept, headline]})
+    protocols = [headline["protocol"] for headline in headlines]
+    kept = [result for result in earlier if result["protocol"] not in protocols]
+    write_card(directory, config, metrics | {data: [*kept, *headlines]})
 
 
 def _keep_edited(directory: str | os.PathLike, config: PreTrainedConfig) -> None:
@@ -147,6 +148,8 @@ def make_card(
         needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
         transformers_version=TRANSFORMERS_VERSION,
         results=results,
+        few_prompts=FEW_PROMPTS,
+        has_few_prompts=any(result.protocol["prompts"] < FEW_PROMPTS for result in results),
         figures={name: label for name, label in FIGURES.items() if any(name in r.figures for r in results)},
         plot="; ".join(f"{result.data}: {result.shares_text}" for result in results if result.acceptance),
         plot_name=ACCEPTANCE_PLOT,

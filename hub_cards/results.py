@@ -27,10 +27,12 @@ PROTOCOL = {
     "max_new_tokens": "up to {} new tokens",
     "batch_size": "batch {}",
     "dtype": "{}",
+    "draft_dtype": "draft {}",
     "hardware": "{}",
 }
+FEW_PROMPTS = 32  # figures of fewer are a rough measure
 REQUIRED = ("decoding", "block_size", "prompts", "max_new_tokens", "dtype", "hardware")
-NOT_FIGURES = ("protocol", "acceptance_by_slot", "benchmark_task")
+NOT_FIGURES = ("protocol", "intervals", "acceptance_by_slot", "benchmark_task")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class DecodingResult:
         data: name of the data set.
         protocol: the parts of [`PROTOCOL`] that are known.
         figures: numbers by the names of [`FIGURES`], finite.
+        intervals: lowest and highest value of those whose 95% interval over prompts is known.
         acceptance: share of rounds that got past each drafted slot; empty if not known.
         benchmark_task: the task that ranks drafts by tau, where the data set is a benchmark of the Hub with such a
             task; `None` for any other.
@@ -49,6 +52,7 @@ class DecodingResult:
     data: str
     protocol: dict
     figures: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
     acceptance: tuple[float, ...]
     benchmark_task: str | None = None
 
@@ -56,6 +60,13 @@ class DecodingResult:
     def protocol_text(self) -> str:
         parts = [words.format(self.protocol[key]) for key, words in PROTOCOL.items() if key in self.protocol]
         return " ".join(", ".join(parts).split())
+
+    def figure_text(self, name: str) -> str:
+        """A figure with its interval; a dash where it was not measured."""
+        if name not in self.figures:
+            return "-"
+        shown = ("{:.0%}" if name == "looping_share" else "{:.2f}").format(self.figures[name])
+        return shown + (" ({:.2f} to {:.2f})".format(*self.intervals[name]) if name in self.intervals else "")
 
     @property
     def curve_label(self) -> str:
@@ -72,8 +83,8 @@ def read_results(metrics: Mapping[str, Mapping | Sequence[Mapping]] | None) -> l
 
     Args:
         metrics: by data set, what `DecodingReport.headline()` returns: `protocol` (a dict), any of [`FIGURES`] and, if
-            known, `acceptance_by_slot`; or a list of such, one for each protocol. `benchmark_task` may be added, see
-            [`DecodingResult`].
+            known, `intervals` (pairs by figure) and `acceptance_by_slot`; or a list of such, one for each protocol.
+            `benchmark_task` may be added, see [`DecodingResult`].
 
     Raises:
         ValueError: for a number without a protocol, one that is not of real decoding or not finite, two results that
@@ -96,15 +107,17 @@ def _read(data: str, values: Mapping) -> DecodingResult:
         )
     figures = {name: value for name, value in values.items() if name not in NOT_FIGURES}
     protocol, acceptance = dict(values["protocol"]), tuple(values.get("acceptance_by_slot") or ())
+    intervals = {name: tuple(limits) for name, limits in (values.get("intervals") or {}).items()}
     if lacking := [name for name in REQUIRED if protocol.get(name) in (None, "")]:
         raise ValueError(f"`metrics` of {data!r} have a protocol without `{lacking[0]}`: add it.")
-    for known, names in ((PROTOCOL, protocol), (FIGURES, figures)):
+    for known, names in ((PROTOCOL, protocol), (FIGURES, figures), (figures, intervals)):
         if unknown := [name for name in names if name not in known]:
             raise ValueError(
                 f"`metrics` of {data!r} have `{unknown[0]}`, which is no figure of real decoding: a card takes "
                 f"{', '.join(FIGURES)}."
             )
-    for name, value in [*figures.items(), *(("acceptance_by_slot", share) for share in acceptance)]:
+    limits = [(f"intervals {name}", limit) for name, pair in intervals.items() for limit in pair]
+    for name, value in [*figures.items(), *(("acceptance_by_slot", share) for share in acceptance), *limits]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"`metrics` of {data!r} have `{name}` = {value}: leave out what was not measured.")
     task = values.get("benchmark_task")
@@ -113,7 +126,7 @@ def _read(data: str, values: Mapping) -> DecodingResult:
             f"`benchmark_task` is {task!r} beside the data set {data!r}: it is a task in the `eval.yaml` of a "
             "benchmark on the Hub (`owner/name`) that ranks drafts by tau, which has to be measured."
         )
-    return DecodingResult(" ".join(data.split()), protocol, figures, acceptance, task)
+    return DecodingResult(" ".join(data.split()), protocol, figures, intervals, acceptance, task)
 
 
 def model_index(results: list[DecodingResult]) -> list[EvalResult]:

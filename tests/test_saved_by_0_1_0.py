@@ -106,11 +106,13 @@ sys.modules["blockdraft"] = None  # from here on, importing it fails
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.cache_utils import DFlashCache
 
 [folder] = sys.argv[1:]
 tensors = load_file(f"{folder}/expected.safetensors")
 for family in ("dflash", "dspark"):
     name = f"{folder}/{family}_draft"
+    new = AutoModel.from_pretrained(f"{folder}/{family}_saved_now", trust_remote_code=True).eval()
     draft = AutoModel.from_pretrained(name, trust_remote_code=True).eval()
     inputs = {name: tensors[f"{family}_{name}"] for name in ("noise_embeds", "context_hidden_states")}
     with torch.no_grad():
@@ -131,12 +133,18 @@ for family in ("dflash", "dspark"):
     for source, used in pairs:
         arguments = {"custom_generate": source, "draft": used, "trust_remote_code": True}
         assert torch.equal(plain, target.generate(prompt, max_new_tokens=12, do_sample=False, **arguments))
+    # Beside the old code, which was loaded last, a new draft keeps its own cache.
+    new.config.target, new.config.capture_point = None, "layer_output"
+    assert torch.equal(plain, new.block_decode(target, prompt, max_new_tokens=12, do_sample=False))
+    code = type(new).__module__.rpartition(".")[0]
+    for layer in DFlashCache(config=new.config).layers:
+        assert type(layer).__module__.startswith(("transformers.cache_utils", code)), type(layer)
 print("fine")
 """
 
 
 def test_the_code_that_shipped_still_runs(saved, tmp_path):
-    """Also where `generate` comes from a draft that is saved now."""
+    """Also where `generate` comes from a draft that is saved now, and beside such a draft."""
     for family in FAMILIES:
         AutoModel.from_pretrained(saved / f"{family}_draft").save_pretrained(saved / f"{family}_saved_now")
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}

@@ -24,7 +24,7 @@ from .adapters import adapt, base_draft, check_adapter
 from .block_batch import BlockBatch, build_block_batch
 from .data.dataset import DraftCollator
 from .data.feature_cache import FeatureCache
-from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much
+from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much, served_dtype
 from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, dflash_loss
 from .saving_trainer import SavingTrainer
@@ -349,14 +349,16 @@ class DraftTrainer(SavingTrainer):
         """What real decoding gave, known to all ranks, and its headline for a card, known to the main one."""
         metrics, headline, count = {}, {}, self.args.eval_decode_prompts
         if self.accelerator.is_main_process:
-            report = evaluate_decoding(
-                self.target,
-                self.draft,
-                held_out_prompts(list(rows.take(count)) if isinstance(rows, IterableDataset) else rows, count),
-                max_new_tokens=self.args.eval_max_new_tokens,
-                compare_with_plain=False,
-                disable_tqdm=self.args.disable_tqdm or None,
-            )
+            rows = list(rows.take(count)) if isinstance(rows, IterableDataset) else rows
+            with served_dtype(self.draft, self.target.dtype):
+                report = evaluate_decoding(
+                    self.target,
+                    self.draft,
+                    held_out_prompts(rows, count),
+                    max_new_tokens=self.args.eval_max_new_tokens,
+                    compare_with_plain=False,
+                    disable_tqdm=self.args.disable_tqdm or None,
+                )
             metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
             headline = report.headline()
         return broadcast_object_list([metrics])[0], headline

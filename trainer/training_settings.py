@@ -87,7 +87,8 @@ class TrainingSettings:
         default=False,
     )
     eval_decode_prompts: int = setting(
-        "Held-out prompts that each evaluation decodes; 0: the loss alone, which is all that FSDP and ZeRO-3 can do.",
+        "Held-out prompts that each evaluation decodes, a rough measure (eval_tau_low, eval_tau_high); 0: the loss "
+        "alone, which is all that FSDP and ZeRO-3 can do.",
         default=16,
     )
     eval_max_new_tokens: int = setting("Longest answer of these prompts, in tokens.", default=64)

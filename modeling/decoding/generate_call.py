@@ -74,6 +74,8 @@ def enter(
     loop: Loop, model: PreTrainedModel, input_ids: torch.Tensor | None, rules: Rules, kwargs: dict
 ) -> DecodeOutput:
     """Runs a loop whose function `generate` called, with prepared arguments, or a user, with those of `generate`."""
+    # What `torch.compile(model)` returns wraps the model, and has no `generate` of its own.
+    model = model._modules.get("_orig_mod", model)
     if not is_prepared(rules.generation_config):
         return _call_generate(loop, model, input_ids, **rules._asdict(), **kwargs)
     kept = find_kept_arguments(model)

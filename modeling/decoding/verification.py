@@ -4,18 +4,36 @@ import torch
 
 
 def sample(probs: torch.Tensor) -> torch.LongTensor:
-    """Draws one token a row, `[..., vocab]` float -> `[...]`, by inverting the cumulative distribution.
+    """Draws one token a row, `[..., vocab]` float -> `[...]`, each in proportion to its weight: [`token_at`] a uniform
+    number. (`torch.multinomial` makes a random number for each entry of the vocabulary, which takes as long as a small
+    draft's forward.)"""
+    return token_at(probs, uniform((*probs.shape[:-1], 1), probs.device)).squeeze(-1)
 
-    Rows need not sum to one; a token of weight zero is never drawn. (`torch.multinomial` makes a random number
-    for each entry of the vocabulary, which takes as long as a small draft's forward.)
+
+def uniform(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Random numbers in [0, 1), float64: float32's lie on a grid of 2^-24, which passes over the rare tokens of a
+    large vocabulary."""
+    return torch.rand(shape, dtype=torch.float64, device=device)
+
+
+def token_at(probs: torch.Tensor, number: torch.Tensor) -> torch.LongTensor:
+    """The inverse of the cumulative distribution, summed in float64.
+
+    Args:
+        probs: `[..., vocab]` float, which need not sum to one; a token of weight zero is never found.
+        number: `[..., n]` float64 in [0, 1), shares of the total.
+
+    Returns:
+        `[..., n]`, at each number the first token with which the cumulative share exceeds it.
     """
-    cumulative = probs.cumsum(dim=-1)
+    cumulative = probs.to(torch.float64, copy=True).cumsum_(dim=-1)  # in place: less memory to fetch
     total = cumulative[..., -1:]
-    # Strictly below the total, whatever the rounding.
-    threshold = torch.minimum(torch.rand_like(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, threshold, right=True)
-    # A parallel scan's sums may rise by a rounding error where nothing was added.
-    return torch.where(probs.gather(-1, drawn) > 0, drawn, probs.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    # Strictly below the total: the largest number is 1 - 2^-53, and a product with it rounds down.
+    found = torch.searchsorted(cumulative, number * total, right=True)
+    # A parallel scan's sums may rise by a rounding error where nothing was added, but not before the first token with
+    # a weight.
+    first = torch.searchsorted(cumulative, torch.zeros_like(total), right=True)
+    return torch.where(probs.gather(-1, found) > 0, found, first)
 
 
 def match(candidates: torch.LongTensor, target_tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +64,7 @@ def verify(
     p = target_probs[:, :n].gather(-1, candidates[..., None]).squeeze(-1)
     q = draft_probs.gather(-1, candidates[..., None]).squeeze(-1)
     # Strict and without a division: a token the target excludes (p = 0) never passes.
-    accepted = (torch.rand_like(p) * q < p).cumprod(dim=-1).sum(dim=-1)
+    accepted = (uniform(p.shape, p.device) * q < p).cumprod(dim=-1).sum(dim=-1)
 
     rows = torch.arange(len(candidates), device=candidates.device)
     last = target_probs[rows, accepted]

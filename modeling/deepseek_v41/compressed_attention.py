@@ -155,6 +155,7 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.keep: dict[str, int] = {}
+        self.devices: dict[str, torch.device] = {}  # of what is offloaded
         self.seen = self.recorded = 0
         self.is_initialized = False
 
@@ -165,12 +166,16 @@ class DeepseekV41CacheLayer(CacheLayerMixin):
         raise TypeError("This cache layer belongs to DeepSeek V4.1, whose keys are their own values: see `append`.")
 
     def offload(self) -> None:
+        """Moves what the layer holds to the CPU, until `prefetch` brings it back."""
+        for tensors in (self.columns, self.rows):
+            self.devices |= {name: tensor.device for name, tensor in tensors.items() if name not in self.devices}
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        raise NotImplementedError(
-            "The cache of DeepSeek V4.1 is not offloaded: it holds a window and compressed keys."
-        )
+        for tensors in (self.columns, self.rows):
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.to(self.devices.get(name, tensor.device), non_blocking=True)
+        self.devices.clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

@@ -220,6 +220,19 @@ class KimiDeltaAttentionCacheLayer(LinearAttentionLayer):
         self.conv_states[0] = self.conv_states[0][..., end - window : end]
         self.base_state = self.records = None
 
+    def offload(self) -> None:
+        super().offload()
+        self._move_records("cpu")
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        self._move_records(self.device)
+
+    def _move_records(self, device: torch.device | str) -> None:
+        if self.records is not None:
+            self.base_state = self.base_state.to(device, non_blocking=True)
+            self.records = tuple(x.to(device, non_blocking=True) for x in self.records)
+
     def reset(self) -> None:
         super().reset()
         self.base_state = self.records = None

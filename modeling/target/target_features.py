@@ -7,14 +7,17 @@ layer's output with the final normed state.
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ...configuration.configuration_draft import ATTENTION_INPUT_MEAN, LAYER_OUTPUT
+
+logger = logging.get_logger(__name__)
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -37,6 +40,24 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
             f"found {[name for name, _ in outermost] or 'none'}. The target must be a transformers causal LM."
         )
     return outermost[0][1]
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Runs what torch.compile made of a model, or of parts of it, as it was written: compiled code does not call hooks
+    that were set after it, or is compiled anew for each."""
+    is_compiled = any(
+        module._compiled_call_impl is not None  # by `module.compile()`
+        or "_orig_mod" in module._modules  # by `torch.compile(module)`
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+    if is_compiled:
+        logger.warning_once(
+            "The target is compiled (`torch.compile`). Its hidden states are read with hooks, uncompiled."
+        )
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        yield
 
 
 class _LastLayerReached(BaseException):
@@ -77,8 +98,7 @@ class FeatureCapture:
         if self._features is None or self._missing:
             raise RuntimeError(
                 "No features: the target has not run in this thread since they were last read, or its forward ended "
-                "early. Nor are there any where it was compiled (`torch.compile`) before its hooks were set: compiled "
-                "code does not call them, so pass the model as it was before."
+                "early."
             )
         features, self._features = self._features, None
         return features if device is None else features.to(device)
@@ -119,7 +139,8 @@ def capture_features(
     capture_point: str = LAYER_OUTPUT,
     stop_after_last: bool = False,
 ) -> Iterator[FeatureCapture]:
-    """Captures hidden states of a target's decoder layers while the context is open; the hooks go when it closes.
+    """Captures hidden states of a target's decoder layers while the context is open; the hooks go when it closes. A
+    compiled target runs [`uncompiled`] meanwhile.
 
     ```python
     with capture_features(target, [1, 3, 5], stop_after_last=True) as capture:
@@ -158,7 +179,8 @@ def capture_features(
     capture = FeatureCapture(target, layer_ids, stop_after_last)
     handles = [capture.register(layers[layer_id], layer_id, capture_point) for layer_id in sorted(set(layer_ids))]
     try:
-        yield capture
+        with uncompiled(target):
+            yield capture
     finally:
         for handle in handles:
             handle.remove()

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...configuration.configuration_draft import DraftConfig
-from .target_features import decoder_layers
+from .target_features import decoder_layers, uncompiled
 
 TRIAL_TOKENS = 8
 HIDDEN = 1e30  # a logit of this size belongs to a token that the target never says
@@ -71,7 +71,8 @@ def run_target(target: PreTrainedModel, vocab_size: int) -> dict[str, torch.Tens
     ]
     try:
         input_ids = torch.linspace(0, vocab_size - 1, TRIAL_TOKENS).long()[None].to(embedding.weight.device)
-        seen["logits"] = target(input_ids=input_ids, use_cache=False).logits
+        with uncompiled(target):
+            seen["logits"] = target(input_ids=input_ids, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()

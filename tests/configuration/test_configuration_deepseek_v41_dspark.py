@@ -1,5 +1,8 @@
 """The DSpark draft's configuration: both views, and what is refused."""
 
+import ast
+import hashlib
+import inspect
 import json
 
 import pytest
@@ -7,7 +10,7 @@ from deepseek_v41_dspark_models import TINY
 from transformers import AutoConfig
 from transformers.cache_utils import DFlashCache
 
-from blockdraft.configuration.configuration_deepseek_v41_dspark import DeepseekV41DSparkConfig
+from blockdraft.configuration.configuration_deepseek_v41_dspark import DSPARK_CONTEXT, DeepseekV41DSparkConfig
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41_dspark import DSparkContextLayer
 
 ENGINE_VIEW = {
@@ -59,6 +62,17 @@ def test_engine_names_alone_make_a_draft():
 def test_caches_are_made_of_context_windows():
     layers = DFlashCache(config=config_with()).layers
     assert [type(layer) for layer in layers] == [DSparkContextLayer] * 3
+
+
+def test_a_cache_layer_that_computes_anything_else_has_another_name():
+    """Drafts ship their code, and of two layers with one name a process uses the one that was loaded last: where the
+    code changes, so does the name."""
+    code = ast.parse(inspect.getsource(DSparkContextLayer))
+    for node in ast.walk(code):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    digest = hashlib.sha256(ast.unparse(code).encode()).hexdigest()[:16]
+    assert (DSPARK_CONTEXT, digest) == ("dspark_context_2", "52c75110fa00f5af")
 
 
 def test_the_confidence_head_needs_the_markov_head():

@@ -37,12 +37,19 @@ PROTOCOL = {
     "prompts": 40,
     "max_new_tokens": 64,
     "batch_size": 1,
-    "dtype": "float32",
+    "dtype": "bfloat16",
+    "draft_dtype": "float32",
     "hardware": "CPU (2 threads)",
 }
 
 
-CHAT = {"tau": 2.34567, "speedup": 1.5, "looping_share": 0.025, "acceptance_by_slot": [0.7, 0.4, 0.25]}
+CHAT = {
+    "tau": 2.34567,
+    "speedup": 1.5,
+    "looping_share": 0.025,
+    "intervals": {"tau": [2.1, 2.6], "speedup": [1.25, 1.75]},
+    "acceptance_by_slot": [0.7, 0.4, 0.25],
+}
 
 
 METRICS = {"chat": CHAT | {"protocol": PROTOCOL}, "openai/openai_humaneval": {"tau": 3, "protocol": PROTOCOL}}

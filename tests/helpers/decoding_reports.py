@@ -25,5 +25,5 @@ def make_report(
     """Of a draft whose anchor has a slot of its own, unless `drafted` says otherwise."""
     drafted = block_size - 1 if drafted is None else drafted
     return DecodingReport(
-        block_size, drafted, confidence_schedule, 16, "float32", "cpu", 2, 1e-4, checks_equality, answers
+        block_size, drafted, confidence_schedule, 16, "float32", "bfloat16", "cpu", 2, 1e-4, checks_equality, answers
     )

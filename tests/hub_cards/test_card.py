@@ -315,4 +315,4 @@ def test_hostile_names_are_text(name, tmp_path):
         assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {3, 6}  # two columns, and the results' five
         assert code_of(card) and (tmp_path / "acceptance.png").stat().st_size > 5_000
         row = next(line for line in tables if line.endswith(f"{text(name)} |") and "batch 1" in line)
-        assert html.unescape(re.sub(r"\\(.)", r"\1", row)).startswith(f"| {plain} | 2.35 |")
+        assert html.unescape(re.sub(r"\\(.)", r"\1", row)).startswith(f"| {plain} | 2.35 (")

@@ -40,7 +40,7 @@ def test_a_calibrated_draft_says_so(tmp_path):
     assert "not calibrated" in (tmp_path / "README.md").read_text()
     save_temperatures(draft, [1.0, 1.5, 2.0, 2.5], tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert "| 1, 1.5, 2, 2.5 |" in card and "not calibrated" not in card and "| chat | 2.35 |" in card
+    assert "| 1, 1.5, 2, 2.5 |" in card and "not calibrated" not in card and "| chat | 2.35 (2.10 to 2.60) |" in card
     (tmp_path / "README.md").unlink()
     save_temperatures(draft, [1.0] * 4, tmp_path)
     assert not (tmp_path / "README.md").exists()  # only where there was one

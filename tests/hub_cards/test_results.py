@@ -17,7 +17,7 @@ def test_model_index_has_a_result_for_each_data_set_and_protocol():
     sampled = {"tau": 2.0, "speedup": 1.25, "protocol": PROTOCOL | {"decoding": "sampling temperature 1"}}
     results = METRICS | {"chat": [METRICS["chat"], sampled]}
     card = make_card(config(), results)
-    greedy_text = "greedy, block 4, 40 prompts, up to 64 new tokens, batch 1, float32, CPU (2 threads)"
+    greedy_text = "greedy, block 4, 40 prompts, up to 64 new tokens, batch 1, bfloat16, draft float32, CPU (2 threads)"
     found = [
         (r.dataset_type, r.dataset_name, r.dataset_config, r.metric_type, r.metric_value)
         for r in ModelCard(card).data.eval_results
@@ -31,9 +31,15 @@ def test_model_index_has_a_result_for_each_data_set_and_protocol():
     ]
     assert metadata(card)["model-index"][0]["name"] == "Qwen3-0.6B-DFlash"
     lines = [line for line in card.splitlines() if line.endswith("CPU (2 threads) |")]
-    assert lines[0].startswith("| chat | 2.35 | 2% | 1.50 | greedy,")
+    assert lines[0].startswith("| chat | 2.35 (2.10 to 2.60) | 2% | 1.50 (1.25 to 1.75) | greedy,")
     assert lines[2].startswith("| openai/openai_humaneval | 3.00 | - | - | greedy,")
     assert "model-index" not in metadata(make_card(config())) and "model_name" not in make_card(config())
+
+
+def test_figures_of_few_prompts_are_called_a_rough_measure():
+    few = {"tau": 2.0, "protocol": PROTOCOL | {"prompts": 16}}
+    assert "fewer than 32 prompts are a rough measure" in make_card(config(), {"chat": few})
+    assert "rough measure" not in make_card(config(), METRICS)
 
 
 def test_a_benchmark_that_ranks_drafts_has_an_evaluation_file(tmp_path):
@@ -42,7 +48,7 @@ def test_a_benchmark_that_ranks_drafts_has_an_evaluation_file(tmp_path):
     assert not (tmp_path / ".eval_results").exists()
     sampled = RANKED | {"protocol": PROTOCOL | {"decoding": "sampling"}, "benchmark_task": "tau_sampled"}
     write_card(tmp_path, config(), METRICS | {"org/draft-bench": [RANKED, sampled]})
-    notes = "greedy, block 4, 40 prompts, up to 64 new tokens, batch 1, float32, CPU (2 threads)"
+    notes = "greedy, block 4, 40 prompts, up to 64 new tokens, batch 1, bfloat16, draft float32, CPU (2 threads)"
     assert parse_eval_result_entries(yaml.safe_load((tmp_path / EVALUATION).read_text())) == [
         EvalResultEntry("org/draft-bench", "tau_greedy", 2.3457, notes=notes),
         EvalResultEntry("org/draft-bench", "tau_sampled", 2.3457, notes=notes.replace("greedy", "sampling")),
@@ -62,6 +68,8 @@ def test_a_benchmark_that_ranks_drafts_has_an_evaluation_file(tmp_path):
         ({"tau": math.nan, "protocol": PROTOCOL}, "`tau` = nan: leave out"),
         ({"speedup": math.inf, "protocol": PROTOCOL}, "`speedup` = inf"),
         ({"tau": None, "protocol": PROTOCOL}, "`tau` = None"),
+        ({"tau": 2.0, "intervals": {"tau": [1.5, math.nan]}, "protocol": PROTOCOL}, "`intervals tau` = nan"),
+        ({"tau": 2.0, "intervals": {"speedup": [1.5, 2.5]}, "protocol": PROTOCOL}, "`speedup`, which is no figure"),
         ({"acceptance_by_slot": [0.5, math.nan], "protocol": PROTOCOL}, "`acceptance_by_slot` = nan"),
         ([{"tau": 2.0, "protocol": PROTOCOL}] * 2, "two results of 'chat' by the same protocol"),
         (RANKED, "`benchmark_task` is 'tau_greedy' beside the data set 'chat'"),

@@ -224,6 +224,19 @@ def test_evaluate_decodes_for_real(tmp_path):
     assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]
 
 
+def test_what_decodes_is_the_draft_in_its_targets_dtype(tmp_path):
+    """As it will be served; and it is trained on in its own."""
+    trainer = make_trainer(tmp_path, target_name="qwen3", eval_decode_prompts=2, eval_max_new_tokens=4)
+    trainer.target.to(torch.bfloat16)
+    before = weights(trainer)
+    metrics = trainer.evaluate()
+    assert metrics["eval_prompts"] == 2 and metrics["eval_tau_low"] <= metrics["eval_tau"] <= metrics["eval_tau_high"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "bfloat16, draft bfloat16" in card and "fewer than 32 prompts are a rough measure" in card
+
+
 def test_each_set_keeps_its_own_workers(tmp_path):
     sets = {"chat": make_rows(4), "code": make_rows(6, seed=1)}
     alone = {name: make_trainer(tmp_path).evaluate(rows)["eval_loss"] for name, rows in sets.items()}

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from ..training_settings import setting
 
+DRAFT_DTYPE = "Dtype of the draft: auto (as saved), float32, bfloat16 or float16. Default: the target's."
 DRAFT_REVISION = "Commit, tag or branch of a draft on the Hub."
 TEMPLATE_KWARGS = "JSON for the chat template, the same as at serving; a row's chat_template_kwargs go before it."
-HELD_OUT_ROWS = "Held-out chat rows: .jsonl, .json or .parquet files."
 MAX_LENGTH = "Longest row in tokens; longer ones are cut off."
+HELD_OUT_ROWS = "Held-out chat rows: .jsonl, .json or .parquet files."
 ENGINES = ("vllm", "sglang")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -50,6 +51,7 @@ class SamplingArguments:
 
     temperature: float = setting("Temperature of sampling; 0: greedy.", default=0.0)
     top_p: float = setting("Nucleus of sampling: the share of the probability that is kept.", default=1.0)
+    top_k: int = setting("Number of best tokens that sampling chooses among; 0: all.", default=0)
     seed: int = setting("Seed of sampling.", default=0)
 
     def __post_init__(self):
@@ -57,12 +59,14 @@ class SamplingArguments:
             raise ValueError(f"`temperature` is {self.temperature}: it must not be negative.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` is {self.top_p}: it must lie above 0 and at most at 1.")
+        if self.top_k < 0:
+            raise ValueError(f"`top_k` is {self.top_k}: it must not be negative.")
 
     def generation(self) -> dict:
         """The settings of a `GenerationConfig`."""
         if self.temperature == 0:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 
 @dataclass

@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..training_settings import setting
-from .arguments import HELD_OUT_ROWS, MAX_LENGTH, TEMPLATE_KWARGS, SamplingArguments, TargetArguments
+from .arguments import (
+    DRAFT_DTYPE,
+    DTYPES,
+    HELD_OUT_ROWS,
+    MAX_LENGTH,
+    TEMPLATE_KWARGS,
+    SamplingArguments,
+    TargetArguments,
+)
 
 
 @dataclass
@@ -13,6 +21,7 @@ class CalibrateArguments:
 
     draft: str = setting("The draft, a directory: the fitted temperatures are written into its configuration.")
     data: list[str] = setting(HELD_OUT_ROWS)
+    draft_dtype: str | None = setting(DRAFT_DTYPE, default=None, choices=DTYPES)
     num_prompts: int = setting("Most prompts, evenly spaced over the data; a part is fitted on.", default=4000)
     rounds: int = setting("Rounds to measure on; half as many are fitted on.", default=5000)
     max_new_tokens: int = setting("Longest answer in tokens.", default=256)
@@ -42,7 +51,7 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
 
     if not Path(args.draft).is_dir():
         raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is rewritten.")
-    target, tokenizer, draft = open_pair(target_args, args.draft)
+    target, tokenizer, draft = open_pair(target_args, args.draft, dtype=args.draft_dtype)
     fit, test = split_prompts(open_prompts(args, tokenizer))
     set_seed(sampling_args.seed)
     config = GenerationConfig(**sampling_args.generation())

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..training_settings import setting
-from .arguments import DRAFT_REVISION, HELD_OUT_ROWS, MAX_LENGTH, TEMPLATE_KWARGS, ScheduleArguments, TargetArguments
+from .arguments import (
+    DRAFT_DTYPE,
+    DRAFT_REVISION,
+    DTYPES,
+    HELD_OUT_ROWS,
+    MAX_LENGTH,
+    TEMPLATE_KWARGS,
+    SamplingArguments,
+    ScheduleArguments,
+    TargetArguments,
+)
 
 
 @dataclass
@@ -15,6 +25,14 @@ class EvaluateArguments:
     draft: str = setting("The draft: a directory or a Hub id.")
     data: list[str] = setting(HELD_OUT_ROWS)
     draft_revision: str | None = setting(DRAFT_REVISION, default=None)
+    draft_dtype: str | None = setting(DRAFT_DTYPE, default=None, choices=DTYPES)
+    block_size: int | None = setting(
+        "Tokens of a block, at most the trained number, which is the default.", default=None
+    )
+    skip_baselines: bool = setting(
+        "Decode with the draft alone, for slow targets: no speed-up, no comparison with greedy decoding.",
+        default=False,
+    )
     num_prompts: int = setting("Prompts to decode, evenly spaced over the data.", default=32)
     max_new_tokens: int = setting("Longest answer in tokens.", default=128)
     max_length: int = setting(MAX_LENGTH, default=4096)
@@ -39,26 +57,50 @@ class EvaluateArguments:
             )
 
 
-SETTINGS = {"Target": TargetArguments, "Evaluation": EvaluateArguments, "Confidence schedule": ScheduleArguments}
+SETTINGS = {
+    "Target": TargetArguments,
+    "Evaluation": EvaluateArguments,
+    "Sampling": SamplingArguments,
+    "Confidence schedule": ScheduleArguments,
+}
 POSITIONALS = ("target", "draft")
 
 
-def run(target_args: TargetArguments, args: EvaluateArguments, schedule_args: ScheduleArguments) -> None:
-    """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
+def run(
+    target_args: TargetArguments,
+    args: EvaluateArguments,
+    sampling_args: SamplingArguments,
+    schedule_args: ScheduleArguments,
+) -> None:
+    """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft, and with the
+    draft at temperature 1."""
+    from transformers import GenerationConfig, set_seed
+
     from ...hub_cards.card import CARD, add_to_card
-    from ..evaluation.decoding import evaluate_decoding
+    from ..evaluation.decoding import evaluate_decoding, served_block_size
     from .opening import open_pair, open_prompts, open_schedule
 
     if args.card and not Path(args.draft, "config.json").is_file():
         raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
-    target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision)
+    target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision, args.draft_dtype)
     prompts = open_prompts(args, tokenizer)
-    schedule = open_schedule(schedule_args, target, draft, prompts[0])
-    report = evaluate_decoding(target, draft, prompts, args.max_new_tokens, confidence_schedule=schedule)
+    set_seed(sampling_args.seed)
+    with served_block_size(draft, draft.config.block_size if args.block_size is None else args.block_size):
+        report = evaluate_decoding(
+            target,
+            draft,
+            prompts,
+            args.max_new_tokens,
+            GenerationConfig(**sampling_args.generation()),
+            compare_with_plain=not args.skip_baselines,
+            confidence_schedule=open_schedule(schedule_args, target, draft, prompts[0]),
+            at_temperature_1=True,
+        )
     print(report.table())
     if args.output:
         Path(args.output).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if args.card:
         task = {"benchmark_task": args.benchmark_task} if args.benchmark_task else {}
-        add_to_card(args.draft, draft.config, args.card, report.headline() | task)
+        sampled = [report.at_temperature_1.headline()] if report.at_temperature_1 else []
+        add_to_card(args.draft, draft.config, args.card, report.headline() | task, *sampled)
         print(f"The figures are in {Path(args.draft) / CARD}.")

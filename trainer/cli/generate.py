@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..training_settings import setting
-from .arguments import DRAFT_REVISION, SamplingArguments, ScheduleArguments, TargetArguments
+from .arguments import DRAFT_DTYPE, DRAFT_REVISION, DTYPES, SamplingArguments, ScheduleArguments, TargetArguments
 
 
 @dataclass
@@ -13,6 +13,7 @@ class GenerateArguments:
     draft: str = setting("The draft: a directory or a Hub id.")
     prompt: str = setting("What the user says; the chat template is applied if the tokenizer has one.")
     draft_revision: str | None = setting(DRAFT_REVISION, default=None)
+    draft_dtype: str | None = setting(DRAFT_DTYPE, default=None, choices=DTYPES)
     max_new_tokens: int = setting("Longest answer in tokens.", default=256)
     template_kwargs: dict | None = setting("JSON for the chat template.", default=None)
 
@@ -40,7 +41,7 @@ def run(
     from ..data.rendering import served_prompt
     from .opening import open_pair, open_schedule
 
-    target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision)
+    target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision, args.draft_dtype)
     set_seed(sampling_args.seed)
     messages = [{"role": "user", "content": args.prompt}]
     row = {"prompt": args.prompt} if tokenizer.chat_template is None else {"messages": messages}

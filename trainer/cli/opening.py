@@ -37,11 +37,11 @@ def target_commit(args: TargetArguments) -> str | None:
 
 
 def open_pair(
-    args: TargetArguments, draft: str, revision: str | None = None
+    args: TargetArguments, draft: str, revision: str | None = None, dtype: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel]:
-    """The target, its tokenizer and a saved draft that fits it."""
+    """The target, its tokenizer and a saved draft that fits it, by default in the target's dtype."""
     target, tokenizer = open_target(args)
-    model = load_draft(draft, trust_remote_code=args.trust_remote_code, revision=revision)
+    model = load_draft(draft, dtype or target.dtype, args.trust_remote_code, revision)
     check_pair(target, model, tokenizer, target_commit(args))
     return target, tokenizer, model
 

@@ -130,7 +130,7 @@ def run(
     from ..data.provenance import answers_of
     from ..data.rows import hub_datasets
     from ..draft_trainer import HELD_OUT
-    from ..evaluation.decoding import evaluate_decoding, held_out_prompts
+    from ..evaluation.decoding import evaluate_decoding, held_out_prompts, served_dtype
     from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
     from ..loading import check_shape, load_draft, new_draft, new_trainer
@@ -177,7 +177,8 @@ def run(
         train_draft(trainer, run_args.overwrite_output_dir)
         if args.eval_decode_prompts and trainer.is_world_process_zero():
             prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
-            report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
+            with served_dtype(trainer.draft, target.dtype):
+                report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
             trainer.record_decoding({HELD_OUT: report.headline()})
             print(report.table())
             path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})

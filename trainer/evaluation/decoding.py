@@ -5,11 +5,14 @@ by prompt, in one process with the same dtype and threads, so that the machine's
 """
 
 import copy
+import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -22,13 +25,16 @@ from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.decoding.cost_table import CostTable, measure_cost_table
 from ...modeling.decoding.plain_decoding import plain_decode
 from ..data.loss_mask import supervised_runs
-from .decoding_report import GREEDY, OFF, Answer, DecodingReport
+from .decoding_report import GREEDY, OFF, TEMPERATURE_1, Answer, DecodingReport
 
 logger = logging.get_logger(__name__)
 
 # A first difference from greedy decoding is a tie where the two best logits of plain decoding lie this close.
 TIE_GAP, KIMI_K3_TIE_GAP = 1e-3, 1e-4
 WARM_UP_TOKENS = 8
+# What `generate` samples with where neither the caller nor the target says, and what leaves the distribution as it is.
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Calibrated confidences of a round's candidates -> how many of them to verify.
 Schedule = Callable[[list[float]], int]
 GENERATE, PLAIN_LOOP = "generate()", "plain loop"
@@ -67,11 +73,13 @@ def evaluate_decoding(
     compare_with_plain: bool = True,
     confidence_schedule: Schedule | None = None,
     disable_tqdm: bool | None = None,
+    at_temperature_1: bool = False,
 ) -> DecodingReport:
     """Decodes every prompt with the draft and, to compare, with `generate()` and with the same loop without a draft.
 
     Args:
-        target, draft: a pair that fits [`block_decode`]; both run in evaluation mode.
+        target, draft: a pair that fits [`block_decode`], each in the dtype that it is to run in; both run in
+            evaluation mode.
         prompts: token ids, not empty.
         max_new_tokens: longest answer in tokens; replaces the length settings of `generation_config`.
         generation_config: of the answers; default: greedy, with the target's stop tokens.
@@ -79,13 +87,19 @@ def evaluate_decoding(
             fraction of the time.
         confidence_schedule: which drafted tokens are verified; `None` for all.
         disable_tqdm: hides the progress bar; `None` hides it if there is no terminal.
+        at_temperature_1: decodes the prompts once more with the draft, sampled at temperature 1 from the whole
+            vocabulary, for the report's `at_temperature_1`; what is measured so already is not measured twice.
 
     Raises:
         ValueError: without prompts, or if draft and target do not fit.
     """
     schedules = {_schedule_name(confidence_schedule): confidence_schedule}
-    settings = (max_new_tokens, generation_config, compare_with_plain, disable_tqdm)
-    [report] = compare_schedules(target, draft, prompts, schedules, *settings).values()
+    evaluate = partial(compare_schedules, target, draft, prompts, schedules, max_new_tokens, disable_tqdm=disable_tqdm)
+    [report] = evaluate(generation_config, compare_with_plain).values()
+    if at_temperature_1 and report.decoding != TEMPERATURE_1:
+        sampling = copy.deepcopy(generation_config) or GenerationConfig()
+        sampling.update(do_sample=True, temperature=1.0, **NEUTRAL)
+        [report.at_temperature_1] = evaluate(sampling, compare_with_plain=False).values()
     return report
 
 
@@ -180,6 +194,32 @@ def served_block_size(draft: PreTrainedModel, block_size: int) -> AbstractContex
     return changed(draft.config, block_size=block_size)
 
 
+def main_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of most of a model's weights: a few may be kept in fp32."""
+    sizes = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    [(dtype, _)] = sizes.most_common(1)
+    return dtype
+
+
+@contextmanager
+def served_dtype(draft: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Lets a draft that is trained in fp32 decode in the dtype it will be served in, its target's; afterwards its
+    weights are the numbers they were, in the same parameters."""
+    if main_dtype(draft) == dtype:
+        yield
+        return
+    kept = [(tensor, tensor.data) for tensor in chain(draft.parameters(), draft.buffers())]
+    draft.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
 @contextmanager
 def eval_mode(*models: PreTrainedModel) -> Iterator[None]:
     """Puts models into evaluation mode, then back into the mode each was in."""
@@ -210,6 +250,11 @@ def answer_settings(
     config = copy.deepcopy(generation_config) or GenerationConfig(do_sample=False)
     if config.do_sample is None:
         config.do_sample = bool(target.generation_config.do_sample)
+    if config.do_sample:
+        for name, default in SAMPLING_DEFAULTS.items():
+            if getattr(config, name) is None:
+                own = getattr(target.generation_config, name)
+                setattr(config, name, default if own is None else own)
     config.max_length, config.max_new_tokens, config.return_dict_in_generate = None, max_new_tokens, True
     return config
 
@@ -272,7 +317,8 @@ def _evaluate(
     device = target.device
     settings = {
         "max_new_tokens": max_new_tokens,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": _name(target.dtype),
+        "draft_dtype": _name(main_dtype(draft)),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "tie_gap": KIMI_K3_TIE_GAP if target.config.model_type.startswith("kimi_k3") else TIE_GAP,
@@ -287,15 +333,17 @@ def _evaluate(
     return reports
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _decoding(config: GenerationConfig, defaults: GenerationConfig) -> str:
-    """How answers are chosen, in words; the target's own settings count where the caller leaves one open."""
-    names = ("do_sample", "temperature", "top_k", "top_p", "min_p")
-    do_sample, *values = [
-        getattr(defaults, name) if getattr(config, name) is None else getattr(config, name) for name in names
-    ]
-    if not do_sample:
+    """How answers are chosen by [`answer_settings`], in words, without settings that change nothing."""
+    if not config.do_sample:
         return GREEDY
-    settings = [f"{name} {value:g}" for name, value in zip(names[1:], values, strict=True) if value is not None]
+    min_p = defaults.min_p if config.min_p is None else config.min_p
+    values = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "min_p": min_p}
+    settings = [f"{name} {value:g}" for name, value in values.items() if value not in (None, NEUTRAL.get(name))]
     return " ".join(["sampling", *settings])
 
 
@@ -329,9 +377,12 @@ def _answer(runs: dict[str | int, Run], way: int, prompt_length: int) -> Answer:
 def _difference(
     target: PreTrainedModel, prompt: Sequence[int], tokens: list[int], plain: list[int], config: GenerationConfig
 ) -> dict[str, float]:
-    """Where an answer first differs from plain decoding, and how sure plain decoding was there."""
+    """Where an answer first differs from plain decoding, and how sure plain decoding was there. Where one of them only
+    goes on behind the other's end, no tie between tokens explains it."""
     pairs = enumerate(zip(tokens, plain, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(plain)))
+    position = next((i for i, (a, b) in pairs if a != b), None)
+    if position is None:
+        return {"position": min(len(tokens), len(plain)), "gap": math.inf}
     settings = {"max_new_tokens": position + 1, "output_scores": True}
     scores = decode_prompt(target, target.generate, prompt, config, **settings).output.scores
     best, second = scores[position][0].float().topk(2).values.tolist()

@@ -2,14 +2,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
+import numpy as np
+
+from ...hub_cards.results import FEW_PROMPTS
+
 MAX_TIE_SHARE = 0.01
+RESAMPLES, LEVEL = 2000, 0.95  # of a bootstrap interval
 OFF = "off"  # the confidence schedule that verifies every drafted token
-GREEDY = "greedy"
+GREEDY, TEMPERATURE_1 = "greedy", "sampling temperature 1"
 HEADLINE = ("tau", "tau_without_loops", "looping_share", "speedup")
+WITH_INTERVAL = ("tau", "tau_without_loops", "speedup")
 
 
 def is_looping(token_ids: Sequence[int], n: int = 4, times: int = 4) -> bool:
@@ -43,7 +49,8 @@ class Answer:
         plain: by plain decoder, number of its answer's tokens and wall-clock seconds; empty if not compared.
         plain_step_seconds: one target forward on one token; `None` if not compared.
         difference: where the answer first differs from greedy `generate()`: `position` in the answer, `gap` between
-            the two best scores of plain decoding there; `None` if equal or not compared.
+            the two best scores of plain decoding there, infinite where one answer only goes on behind the other's
+            end; `None` if equal or not compared.
     """
 
     prompt_length: int
@@ -69,10 +76,11 @@ class DecodingReport:
             own.
         confidence_schedule: name of what chose the drafted tokens to verify; "off" if all were.
         max_new_tokens: limit of an answer.
-        dtype, device, threads: of the target, for the plain decoders too.
+        dtype, device, threads: of the target, for the plain decoders too; draft_dtype: of most of the draft's weights.
         tie_gap: logits this close are a tie.
         checks_equality: whether answers must equal greedy decoding: an fp32 target, greedy, compared.
         decoding: "greedy", or the settings of sampling.
+        at_temperature_1: the same prompts, sampled at temperature 1 from the whole vocabulary; `None` if not measured.
     """
 
     block_size: int
@@ -80,12 +88,14 @@ class DecodingReport:
     confidence_schedule: str
     max_new_tokens: int
     dtype: str
+    draft_dtype: str
     device: str
     threads: int
     tie_gap: float
     checks_equality: bool
     answers: list[Answer]
     decoding: str = GREEDY
+    at_temperature_1: "DecodingReport | None" = None
 
     @property
     def accepted_lengths(self) -> list[int]:
@@ -142,6 +152,35 @@ class DecodingReport:
         """Tokens a second with the draft / those of the faster plain decoder."""
         return _ratio(self.tokens_per_second, max(self.plain_tokens_per_second.values(), default=math.nan))
 
+    def interval(self, name: str) -> tuple[float, float]:
+        """The 95% interval of one of [`WITH_INTERVAL`]: percentiles of the bootstrap (Efron 1979) over prompts, whose
+        rounds are alike, so that resampling rounds would make it too narrow. NaN for fewer than two prompts."""
+        answers = self.answers
+        if name == "tau_without_loops":
+            answers = [answer for answer in answers if not answer.is_looping]
+        if len(answers) < 2:
+            return math.nan, math.nan
+        draws = np.random.default_rng(0).integers(len(answers), size=(RESAMPLES, len(answers)))
+
+        def sums(numbers: Iterable[float]) -> np.ndarray:
+            """Of one number for each answer, over the answers of each draw."""
+            return np.array([*numbers], dtype=float)[draws].sum(axis=1)
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if name == "speedup":
+                speed = sums(len(a.tokens) for a in answers) / sums(a.seconds["wall"] for a in answers)
+                plain = [
+                    sums(a.plain[k][0] for a in answers) / sums(a.plain[k][1] for a in answers)
+                    for k in answers[0].plain
+                ]
+                values = speed / np.max(plain, axis=0) if plain else np.empty(0)
+            else:
+                lengths = [answer.accepted_lengths for answer in answers]
+                values = sums(map(sum, lengths)) / sums(map(len, lengths))
+        values = values[np.isfinite(values)]  # a draw of answers without a round has none
+        tails = (50 * (1 - LEVEL), 50 * (1 + LEVEL))
+        return tuple(np.percentile(values, tails).tolist()) if len(values) else (math.nan, math.nan)
+
     @property
     def round_seconds(self) -> dict[str, float]:
         """Mean time of a round's parts: `target` (verification), `draft`, `rest`."""
@@ -184,14 +223,18 @@ class DecodingReport:
             "max_new_tokens": self.max_new_tokens,
             "batch_size": 1,
             "dtype": self.dtype,
+            "draft_dtype": self.draft_dtype,
             "hardware": f"CPU ({threads})" if self.device == "cpu" else self.device,
         }
 
     def headline(self) -> dict:
-        """What a model card shows, without what was not measured: a few of [`metrics`], the `protocol` and
-        `acceptance_by_slot`, ready for JSON."""
+        """What a model card shows, without what was not measured: a few of [`metrics`], their `intervals`, the
+        `protocol` and `acceptance_by_slot`, ready for JSON."""
         metrics = self.metrics()
         headline = {name: metrics[name] for name in HEADLINE if not math.isnan(metrics[name])}
+        limits = {name: [metrics[f"{name}_low"], metrics[f"{name}_high"]] for name in WITH_INTERVAL}
+        if intervals := {name: pair for name, pair in limits.items() if not math.isnan(pair[0])}:
+            headline["intervals"] = intervals
         if self.accepted_lengths:
             headline["acceptance_by_slot"] = self.acceptance_by_slot
         return headline | {"protocol": self.protocol}
@@ -199,11 +242,12 @@ class DecodingReport:
     def metrics(self) -> dict[str, float]:
         """Flat numbers; the keys are always the same.
 
-        `tau`, `tau_without_loops`; `rows_per_token`; `looping_answers` (count), `looping_share`; `prompts`, `rounds`,
-        `tokens`; `tokens_per_second`, `baseline_tokens_per_second` (the faster plain decoder), `speedup`;
-        `target_share`, `draft_share`, `rest_share` of a round's time; `verification_steps`, `draft_steps`: a
-        verification and a draft forward, in plain decoding steps; `differences`: answers unlike greedy `generate()`,
-        `differences_at_ties` of them at a tie. What needs plain decoding is NaN without it.
+        `tau`, `tau_without_loops` and `speedup`, each with `_low` and `_high`, the limits of its [`interval`];
+        `rows_per_token`; `looping_answers` (count), `looping_share`; `prompts`, `rounds`, `tokens`;
+        `tokens_per_second`, `baseline_tokens_per_second` (the faster plain decoder); `target_share`, `draft_share`,
+        `rest_share` of a round's time; `verification_steps`, `draft_steps`: a verification and a draft forward, in
+        plain decoding steps; `differences`: answers unlike greedy `generate()`, `differences_at_ties` of them at a
+        tie. What needs plain decoding is NaN without it, and so are limits of fewer than two prompts.
         """
         round_seconds = self.round_seconds
         whole = sum(round_seconds.values())
@@ -227,6 +271,8 @@ class DecodingReport:
             "differences": len(gaps) if compared else math.nan,
             "differences_at_ties": sum(gap <= self.tie_gap for gap in gaps) if compared else math.nan,
         }
+        for name in WITH_INTERVAL:
+            metrics[f"{name}_low"], metrics[f"{name}_high"] = self.interval(name)
         return {name: float(value) for name, value in metrics.items()}
 
     def table(self) -> str:
@@ -236,21 +282,29 @@ class DecodingReport:
     def rows(self) -> dict[str, str]:
         """What is measured, by name, as text; [`decoding_table`] sets reports side by side."""
         m, plain, parts = self.metrics(), self.plain_tokens_per_second, self.round_seconds
+        few = " (few: a rough measure)" if len(self.answers) < FEW_PROMPTS else ""
+
+        def figure(name: str, unit: str = "") -> str:
+            low, high = m[f"{name}_low"], m[f"{name}_high"]
+            return f"{m[name]:.2f}{unit}" + ("" if math.isnan(low) else f" ({low:.2f} to {high:.2f})")
+
         rows = {
             "target": f"{self.dtype} on {self.device}, CPU threads: {self.threads}",
+            "draft": self.draft_dtype,
+            "decoding": self.decoding,
             "drafted tokens a block": str(self.drafted),
             "confidence schedule": self.confidence_schedule,
-            "prompts; answer limit": f"{m['prompts']:.0f}; {self.max_new_tokens} tokens",
+            "prompts; answer limit": f"{m['prompts']:.0f}{few}; {self.max_new_tokens} tokens",
             "tokens; rounds": f"{m['tokens']:.0f}; {m['rounds']:.0f}",
-            "tau (tokens a round)": f"{m['tau']:.2f}",
-            "tau without looping answers": f"{m['tau_without_loops']:.2f}",
+            "tau (tokens a round)": figure("tau"),
+            "tau without looping answers": figure("tau_without_loops"),
             "target tokens per committed token": f"{m['rows_per_token']:.2f}",
             "looping answers": f"{m['looping_answers']:.0f} ({m['looping_share']:.0%})",
             "tokens/s with draft": f"{m['tokens_per_second']:.1f}",
         }
         rows |= {f"tokens/s, {name}": f"{speed:.1f}" for name, speed in plain.items()}
         if plain:
-            rows[f"speed-up over {max(plain, key=plain.get)}"] = f"{m['speedup']:.2f}x"
+            rows[f"speed-up over {max(plain, key=plain.get)}"] = figure("speedup", "x")
         for part, seconds in parts.items():
             rows[f"a round: {part}"] = f"{1e3 * seconds:.2f} ms ({m[f'{part}_share']:.0%})"
         if plain:
@@ -261,10 +315,13 @@ class DecodingReport:
                 "draft forward in plain steps": f"{m['draft_steps']:.2f}",
                 "answers unlike greedy": f"{m['differences']:.0f}, at ties {m['differences_at_ties']:.0f}: {verdict}",
             }
+        if self.at_temperature_1 is not None:
+            sampled = self.at_temperature_1.rows()
+            rows["tau at temperature 1"] = sampled["tau (tokens a round)"]
         return rows
 
     def to_dict(self) -> dict:
-        """Everything, for JSON; NaN becomes `None`."""
+        """Everything, for JSON; what is not finite becomes `None`."""
         derived = {
             "metrics": self.metrics(),
             "plain_tokens_per_second": self.plain_tokens_per_second,
@@ -275,7 +332,8 @@ class DecodingReport:
             "plain_step_seconds": self.plain_step_seconds,
             "differences": self.differences,
         }
-        return without_nan(derived | asdict(self))
+        sampled = None if self.at_temperature_1 is None else self.at_temperature_1.to_dict()
+        return without_nan(derived | asdict(self) | {"at_temperature_1": sampled})
 
 
 def column_names(reports: Sequence[DecodingReport]) -> tuple[str, list[str]]:
@@ -311,9 +369,9 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def without_nan(value):
-    """A tree of dicts and lists, ready for JSON: NaN becomes `None`, tuples become lists."""
+    """A tree of dicts and lists, ready for JSON: numbers that are not finite become `None`, tuples become lists."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

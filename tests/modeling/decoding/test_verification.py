@@ -1,9 +1,23 @@
 """Which candidates the target keeps: greedy equality, and the target's distribution under sampling."""
 
+import numpy as np
 import pytest
 import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from blockdraft.modeling.decoding.verification import match, sample, verify
+from blockdraft.modeling.decoding import verification
+from blockdraft.modeling.decoding.decoding_state import DecodedSequence, Row, Rules
+from blockdraft.modeling.decoding.verification import match, sample, token_at, verify
+
+LARGE = 152_064  # tokens of a vocabulary
+LARGEST = torch.tensor(1 - 2**-53, dtype=torch.float64)  # number that is drawn
 
 
 def total_variation(tokens: torch.Tensor, probs: torch.Tensor) -> float:
@@ -22,17 +36,98 @@ def test_sample_draws_in_proportion_and_nothing_of_weight_zero():
     assert (counts / 20_000 - weights / 8).abs().sum() / 2 < 0.02
 
 
-def test_sample_stays_below_the_total_at_the_largest_random_number(monkeypatch):
-    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, 1 - 2**-24))
-    probs = torch.cat([torch.rand(500, 64), torch.zeros(500, 3)], dim=-1)
-    assert (sample(probs) < 64).all()
+def test_a_draw_stays_below_the_total_at_the_largest_number():
+    probs = torch.cat([torch.rand(5000, 64), torch.zeros(5000, 3)], dim=-1)
+    probs = torch.cat(
+        [probs, torch.nn.functional.pad(torch.ones(7, 1) * 2.0 ** torch.arange(-3, 4)[:, None], (0, 66))]
+    )
+    assert (token_at(probs, LARGEST.expand(len(probs), 1)) < 64).all()
 
 
-def test_sample_draws_nothing_of_weight_zero_where_the_sums_rise(monkeypatch):
-    """As a parallel scan's may, by a rounding error; the largest random number falls there."""
-    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, 1 - 2**-24))
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: torch.cumsum(x, dim) + 1e-3 * torch.arange(x.shape[-1]))
-    assert sample(torch.tensor([[0.2, 0.8, 0.0, 0.0], [0.7, 0.3, 0.0, 0.0]])).tolist() == [1, 0]
+def test_a_draw_is_nothing_of_weight_zero_where_the_sums_rise(monkeypatch):
+    """As a parallel scan's may, by a rounding error; the largest number falls there."""
+
+    def rising(x, dim):
+        sums = torch.cumsum(x, dim)
+        return sums + 1e-3 * torch.arange(x.shape[-1]) * (sums > 0)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum_", rising)
+    probs = torch.tensor([[0.2, 0.8, 0.0, 0.0], [0.0, 0.3, 0.7, 0.0]])
+    assert token_at(probs, LARGEST.expand(2, 1)).tolist() == [[0], [1]]
+
+
+def sequence(warpers: list) -> DecodedSequence:
+    rules = Rules(
+        LogitsProcessorList(warpers),
+        StoppingCriteriaList([MaxLengthCriteria(8)]),
+        GenerationConfig(do_sample=True),
+        streamer=None,
+    )
+    return DecodedSequence(Row(torch.ones(1, 3, dtype=torch.long), 0, {}, 0, 1), rules)
+
+
+def edges(weights: torch.Tensor) -> torch.Tensor:
+    """Where each token's part of the numbers from 0 to 1 begins, and the end, `[vocab + 1]` float64, from sums in more
+    than float64."""
+    sums = np.concatenate([[0], np.cumsum(weights.double().numpy().astype(np.longdouble))])
+    return torch.from_numpy((sums / sums[-1]).astype(np.float64))
+
+
+WARPERS = {"none": [], "temperature, top-p": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.95)]}
+
+
+@pytest.mark.parametrize("warpers", WARPERS.values(), ids=WARPERS)
+@pytest.mark.parametrize("deviation", [0.0, 1.0, 4.0])
+def test_the_whole_map_from_a_number_to_a_token_is_exact(deviation, warpers):
+    """Total variation between the drawn and the intended distribution of a large vocabulary."""
+    decoded = sequence(warpers)
+    scores = decoded.process(deviation * torch.randn(1, LARGE), 3)
+    _, probs = decoded.choose(scores)
+    intended = scores.double().softmax(dim=-1)[0]
+    weights = probs[0].double() / probs[0].double().sum()
+    assert (weights - intended).abs().sum() / 2 < 1e-6
+
+    # Every token that holds more than this of the numbers has them all, but for the last bits at both ends.
+    start, end, margin = edges(probs[0])[:-1], edges(probs[0])[1:], 1e-12
+    tokens = (end - start > 4 * margin).nonzero()[:, 0]
+    numbers = torch.stack([start[tokens] + margin, end[tokens] - margin])
+    assert torch.equal(token_at(probs[0], numbers.flatten()).view(2, -1), tokens.expand(2, -1))
+    bound = margin * len(tokens) + (end - start)[end - start <= 4 * margin].sum()
+    assert bound < 1e-6 and intended[tokens].sum() > 1 - 1e-6
+
+
+@pytest.mark.parametrize("whose", ["draft's", "target's bonus", "target's replacement"])
+def test_every_draw_reaches_the_rare_tokens(whose, monkeypatch):
+    """Tokens that share less than a float32 number's step, drawn by the number in the middle of their part."""
+    scores = 4 * torch.randn(1, LARGE)
+    scores[0, 0] = scores.max()  # a token to reject
+    decoded, [probs] = sequence([]), scores.softmax(dim=-1)
+    weights = probs.clone()
+    if whose == "target's replacement":
+        weights[0] = 0
+    start, end = edges(weights)[:-1], edges(weights)[1:]
+    small = ((end - start < 2**-26) & (end - start > 1e-10)).nonzero()[:, 0]
+    tokens = small[:: len(small) // 8][:8]
+    numbers = ((start + end) / 2)[tokens, None]
+    drawn = [numbers]
+    if whose != "draft's":  # how much of each candidate is accepted: nothing of the one to reject
+        drawn.insert(0, torch.full_like(numbers, 0.5)[:, : whose == "target's replacement"])
+    monkeypatch.setattr(verification, "uniform", lambda *_: drawn.pop(0))
+    rows = len(tokens)
+    if whose == "draft's":
+        found, _ = decoded.choose(scores.expand(rows, -1))
+    elif whose == "target's bonus":
+        _, found = verify(tokens.new_empty(rows, 0), probs.expand(rows, 0, -1), probs.expand(rows, 1, -1))
+    else:
+        q = torch.zeros(LARGE)
+        q[0] = 1e3  # never accepted, and no other token was likelier than in p
+        _, found = verify(tokens.new_zeros(rows, 1), q.expand(rows, 1, -1), probs.expand(rows, 2, -1))
+    assert found.tolist() == tokens.tolist() and not drawn
+
+
+def test_numbers_are_drawn_on_a_fine_grid():
+    numbers = verification.uniform((1000, 1), torch.device("cpu"))
+    assert numbers.dtype == torch.float64 and ((numbers * 2**24) % 1 > 0).float().mean() > 0.99
 
 
 # Verification

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from deepseek_v41_models import join_selections, relative_error, started, tiny_config
+from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
 from blockdraft.modeling.deepseek_v41.compressed_attention import (
@@ -434,8 +435,23 @@ def test_batch_operations_move_whole_rows():
 def test_cache_layer_is_no_ordinary_one():
     with pytest.raises(TypeError, match="their own values"):
         DeepseekV41CacheLayer().update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
-    with pytest.raises(NotImplementedError, match="not offloaded"):
-        DeepseekV41CacheLayer().prefetch()
+
+
+def test_what_is_offloaded_comes_back_to_its_device():
+    """On devices that are only named."""
+    with FakeTensorMode():
+        cache_layer = DeepseekV41CacheLayer()
+        cache_layer.offload()
+        cache_layer.prefetch()  # nothing to move yet
+        cache_layer.columns |= {"window": torch.ones(1, 2, 4, device="cuda"), "token ids": torch.ones(1, 2)}
+        cache_layer.rows |= {"keys": torch.ones(1, 2, 4, device="cuda")}
+        for _ in range(2):
+            cache_layer.offload()
+            cache_layer.offload()
+            assert {tensor.device.type for tensor in (cache_layer.columns | cache_layer.rows).values()} == {"cpu"}
+            cache_layer.prefetch()
+            devices = {name: x.device.type for name, x in (cache_layer.columns | cache_layer.rows).items()}
+            assert devices == {"window": "cuda", "token ids": "cpu", "keys": "cuda"}
 
 
 def test_the_cache_layer_is_not_that_of_deepseek_v4_in_transformers():

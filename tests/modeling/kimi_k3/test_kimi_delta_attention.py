@@ -2,6 +2,7 @@ import pytest
 import torch
 from kimi_k3_models import relative_error, tiny_config
 from kimi_k3_reference import delta_rule
+from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
 
 from blockdraft.modeling.kimi_k3.kimi_delta_attention import (
@@ -182,6 +183,21 @@ def test_a_cache_holds_no_storage_of_a_prompt(layer):
         layer(torch.randn(1, 500, 48), cache)
         kept = cache.layers[0].conv_states[0], *(cache.layers[0].records or ())
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kept)
+
+
+def test_what_is_offloaded_comes_back_with_its_records():
+    """On devices that are only named."""
+    with FakeTensorMode():
+        cache_layer = KimiDeltaAttentionCacheLayer()
+        state, records = torch.ones(1, 2, 4, 4, device="cuda"), torch.ones(1, 2, 5, 4, device="cuda")
+        cache_layer.device, cache_layer.conv_states = state.device, [torch.ones(1, 6, 8, device="cuda")]
+        cache_layer.is_conv_states_initialized[0] = True
+        cache_layer.update_recurrent_state(state)
+        cache_layer.record(state, records, records, records)
+        for move, device in ((cache_layer.offload, "cpu"), (cache_layer.prefetch, "cuda")):
+            move()
+            held = (cache_layer.conv_states[0], cache_layer.recurrent_states[0], cache_layer.base_state)
+            assert {tensor.device.type for tensor in (*held, *cache_layer.records)} == {device}
 
 
 def test_crop_errors(layer):

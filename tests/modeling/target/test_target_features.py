@@ -3,11 +3,11 @@ import threading
 
 import pytest
 import torch
-from decoding_models import TARGETS, build_target, prompts
+from decoding_models import LLAMA_LIKE, TARGETS, build_target, prompts
 from deepseek_v41_dspark_models import our_name
 from goldens import GOLDENS
 from torch import nn
-from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM
@@ -142,14 +142,22 @@ def test_a_forward_that_ends_early_gives_none():
 
 
 @torch.no_grad()
-def test_code_compiled_before_the_hooks_is_named():
-    target, input_ids = build_target("qwen3"), prompts(1)[0]
-    target.compile(backend="eager")
-    target(input_ids)
-    with capture_features(target, [1]) as capture:
+def test_features_of_code_compiled_before_the_hooks():
+    target, input_ids = Qwen3ForCausalLM(Qwen3Config(**(LLAMA_LIKE | {"num_hidden_layers": 1}))).eval(), prompts(1)[0]
+    with capture_features(target, [0]) as capture:
         target(input_ids)
-        with pytest.raises(RuntimeError, match=r"`torch\.compile`"):
-            capture.features()
+        expected = capture.features()
+    graphs = []
+    target.compile(backend=lambda graph, inputs: graphs.append(graph) or graph)
+    target(input_ids)
+    assert graphs
+    for _ in range(2):
+        with capture_features(target, [0]) as capture:
+            target(input_ids)
+            assert torch.equal(capture.features(), expected)
+    compiled = len(graphs)
+    target(input_ids)
+    assert len(graphs) == compiled  # the compiled code is there again
 
 
 @torch.no_grad()

@@ -1,12 +1,15 @@
 """Real decoding with drafts that know the answer, or a part of it, so that every number is known beforehand."""
 
+import copy
+import json
 import math
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from confident_drafts import confident_draft
-from decoding_models import build_draft, build_target, partly_right_draft
+from decoding_models import build_draft, build_dspark_draft, build_target, partly_right_draft
 from transformers import GenerationConfig
 
 from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
@@ -14,11 +17,13 @@ from blockdraft.modeling.decoding.cost_table import CostTable
 from blockdraft.trainer.evaluation.decoding import (
     _decoding,
     _difference,
+    answer_settings,
     compare_schedules,
     evaluate_decoding,
     fastest_block_size,
     held_out_prompts,
     served_block_size,
+    served_dtype,
 )
 from blockdraft.trainer.evaluation.decoding_report import decoding_table
 
@@ -76,7 +81,7 @@ class TestAcceptance:
 class TestComparison:
     def test_measures_both_plain_decoders(self):
         target, draft = known_draft(fault_every=5)
-        report = evaluate_decoding(target, draft, [PROMPT], max_new_tokens=17)
+        report = evaluate_decoding(target, draft, [PROMPT, PROMPT], max_new_tokens=17)
         speeds = report.plain_tokens_per_second
         assert set(speeds) == {"generate()", "plain loop"}
         assert report.speedup == report.tokens_per_second / max(speeds.values())
@@ -90,7 +95,7 @@ class TestComparison:
         metrics = report.metrics()
         assert metrics["tau"] == 8 and metrics["tokens_per_second"] > 0
         undefined = {name for name, value in metrics.items() if math.isnan(value)}
-        assert undefined == {
+        assert undefined - {name for name in undefined if name.endswith(("_low", "_high"))} == {
             "baseline_tokens_per_second",
             "speedup",
             "verification_steps",
@@ -110,7 +115,34 @@ class TestComparison:
             best, second = target(answer[:, : len(PROMPT) + 7]).logits[0, -1].topk(2).values.tolist()
         assert difference["position"] == 7
         assert difference["gap"] == pytest.approx(best - second, abs=1e-4)
-        assert _difference(target, PROMPT, plain[:5], plain, config)["position"] == 5
+
+    def test_an_answer_that_only_goes_on_is_unlike_greedy(self):
+        """Longer or shorter, behind the end of the other: no tie between two tokens, and nothing to look up there."""
+        target, answer = known("k3")
+        plain = answer[0, len(PROMPT) :].tolist()
+        stop = next(i for i in range(4, 48) if plain[i] not in plain[:i])
+        config = GenerationConfig(do_sample=False, max_new_tokens=48, eos_token_id=plain[stop])
+        ended = plain[: stop + 1]
+        assert _difference(target, PROMPT, plain, ended, config) == {"position": stop + 1, "gap": math.inf}
+        assert _difference(target, PROMPT, plain[:3], ended, config) == {"position": 3, "gap": math.inf}
+
+    def test_a_longer_answer_in_a_report(self, monkeypatch):
+        target, draft = known_draft()
+        greedy = draft.answer[len(PROMPT) :].tolist()
+        stop = next(i for i in range(4, 48) if greedy[i] not in greedy[:i])
+        generate = target.generate
+
+        def ends_later(*args, custom_generate=None, **kwargs):
+            if custom_generate is not None:
+                kwargs["generation_config"].eos_token_id = None
+            return generate(*args, custom_generate=custom_generate, **kwargs)
+
+        monkeypatch.setattr(target, "generate", ends_later)
+        config = GenerationConfig(do_sample=False, eos_token_id=greedy[stop])
+        report = evaluate_decoding(target, draft, [PROMPT], stop + 4, config)
+        assert report.differences == [{"prompt": 0, "position": stop + 1, "gap": math.inf}]
+        assert report.equal_to_greedy is False and report.metrics()["differences_at_ties"] == 0
+        assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["differences"][0]["gap"] is None
 
     def test_equality_is_judged_in_fp32_and_greedy_only(self):
         target = build_target("qwen3").bfloat16()
@@ -125,8 +157,20 @@ class TestComparison:
         target, draft = known_draft()
         target.generation_config.do_sample = True
         report = evaluate_decoding(target, draft, [PROMPT], 6, GenerationConfig(temperature=0.6))
-        assert report.equal_to_greedy is None and report.decoding == "sampling temperature 0.6"
+        assert report.equal_to_greedy is None
+        assert report.decoding == "sampling temperature 0.6 top_k 50"  # what `generate` fills in counts too
         assert evaluate_decoding(target, draft, [PROMPT], 6).equal_to_greedy
+
+    def test_temperature_1_has_a_report_of_its_own(self):
+        target, draft = known_draft(name="qwen3")
+        report = evaluate_decoding(target, draft, [PROMPT] * 2, 9, at_temperature_1=True)
+        sampled = report.at_temperature_1
+        assert (report.decoding, sampled.decoding) == ("greedy", "sampling temperature 1")
+        assert len(sampled.answers) == 2 and not sampled.answers[0].plain
+        assert report.rows()["tau at temperature 1"] == sampled.rows()["tau (tokens a round)"]
+        assert report.to_dict()["at_temperature_1"]["metrics"]["tau"] == sampled.tau
+        settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0)
+        assert evaluate_decoding(target, draft, [PROMPT], 4, settings, at_temperature_1=True).at_temperature_1 is None
 
     def test_models_are_left_as_they_were(self):
         target, draft = known_draft()
@@ -158,6 +202,26 @@ class TestBlockSizes:
         for size in (1, 9):
             with pytest.raises(ValueError, match="serves 2 to 8"), served_block_size(draft, size):
                 pass
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("build", [build_draft, build_dspark_draft])
+    def test_a_draft_is_served_in_another_dtype_and_trained_on_in_its_own(self, build):
+        target = build_target("qwen3").bfloat16()
+        draft = build(target)
+        served, parameters = copy.deepcopy(draft).to(torch.bfloat16), dict(draft.named_parameters())
+        before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+        with served_dtype(draft, target.dtype):
+            assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), served.parameters(), strict=True))
+            report = evaluate_decoding(target, draft, [PROMPT], 6, compare_with_plain=False)
+        assert report.protocol["dtype"] == report.protocol["draft_dtype"] == "bfloat16"
+        assert all(parameters[name] is parameter for name, parameter in draft.named_parameters())
+        after = draft.state_dict()
+        assert all(
+            torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in before
+        )
+        protocol = evaluate_decoding(target, draft, [PROMPT], 6, compare_with_plain=False).protocol
+        assert (protocol["dtype"], protocol["draft_dtype"]) == ("bfloat16", "float32")
 
 
 class TestAnchorFirst:
@@ -246,8 +310,12 @@ class TestHeldOutPrompts:
 
 
 def test_the_protocol_says_how_tokens_were_chosen():
-    target = GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
-    assert _decoding(GenerationConfig(do_sample=False), target) == "greedy"
-    assert _decoding(GenerationConfig(), target) == "sampling temperature 0.6 top_k 20"
-    given = GenerationConfig(do_sample=True, temperature=1.0, top_p=0.9)
-    assert _decoding(given, GenerationConfig()) == "sampling temperature 1 top_p 0.9"
+    def words(target: GenerationConfig, **given) -> str:
+        config = answer_settings(SimpleNamespace(generation_config=target), GenerationConfig(**given), 8)
+        return _decoding(config, target)
+
+    target = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, min_p=0.1)
+    assert words(target, do_sample=False) == "greedy"
+    assert words(target) == "sampling temperature 0.6 top_k 20 min_p 0.1"
+    assert words(GenerationConfig(), do_sample=True, top_p=0.9) == "sampling temperature 1 top_k 50 top_p 0.9"
+    assert words(GenerationConfig(), do_sample=True, top_k=0) == "sampling temperature 1"

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from decoding_reports import LOOP, TEXT, make_answer, make_report
 
@@ -56,6 +57,35 @@ def test_differences_are_allowed_at_ties_of_one_answer_in_a_hundred():
     assert unjudged.differences == [{"prompt": 0, "position": 3, "gap": 1.0}]
 
 
+def test_intervals_come_from_resampled_prompts():
+    """Two kinds of answers, 8 tokens a second with the draft in one and 4 in the other; a plain decoder makes 4."""
+    slow = make_answer(TEXT, [2] * 8)
+    slow.seconds["wall"], slow.plain = 4.0, {"generate()": (16, 4.0), "plain loop": (16, 4.0)}
+    fast = make_answer(TEXT, [4] * 4)
+    fast.plain = slow.plain
+    report = make_report([slow, fast] * 50)
+    low, high = report.interval("tau")
+    assert 2 < low < report.tau == 8 / 3 < high < 4
+    # Rounds are known to be 8 - 4x of prompts of which a share x is fast, so tau is 4 / (2 - x).
+    shares = np.random.default_rng(1).binomial(100, 0.5, size=100_000) / 100
+    assert [low, high] == pytest.approx(np.percentile(4 / (2 - shares), (2.5, 97.5)).tolist(), abs=0.02)
+    expected = np.percentile(16 / (4 - 2 * shares) / 4, (2.5, 97.5)).tolist()
+    assert report.interval("speedup") == pytest.approx(expected, abs=0.02)
+    metrics = report.metrics()
+    assert (metrics["tau_low"], metrics["tau_high"]) == (low, high)
+    assert metrics["tau_without_loops_low"] == low
+    assert f"{report.tau:.2f} ({low:.2f} to {high:.2f})" in report.table()
+    assert report.headline()["intervals"]["speedup"] == [metrics["speedup_low"], metrics["speedup_high"]]
+    assert all(math.isnan(limit) for limit in make_report([slow]).interval("tau"))
+    assert all(math.isnan(limit) for limit in make_report([make_answer(TEXT, [])] * 3).interval("tau"))
+    assert make_report([slow] * 3).interval("tau") == (2, 2)
+
+
+def test_few_prompts_are_called_a_rough_measure():
+    assert "16 (few: a rough measure); 16 tokens" in make_report([make_answer(TEXT, [2])] * 16).table()
+    assert "few" not in make_report([make_answer(TEXT, [2])] * 32).table()
+
+
 def test_json_has_no_nan():
     values = make_report([make_answer(LOOP, [4])]).to_dict()
     assert json.loads(json.dumps(values, allow_nan=False))["metrics"]["tau_without_loops"] is None
@@ -83,7 +113,9 @@ def test_table_of_schedules():
 
 def test_headline_has_what_was_measured_and_how():
     report = make_report([make_answer(TEXT, [1, 4, 4]), make_answer(LOOP, [3, 4])])
-    assert report.headline() == {
+    headline = report.headline()
+    assert set(headline.pop("intervals")) == {"tau", "speedup"}
+    assert headline == {
         "tau": 3.2,
         "tau_without_loops": 3.0,
         "looping_share": 0.5,
@@ -96,6 +128,7 @@ def test_headline_has_what_was_measured_and_how():
             "max_new_tokens": 16,
             "batch_size": 1,
             "dtype": "float32",
+            "draft_dtype": "bfloat16",
             "hardware": "CPU (2 threads)",
         },
     }
