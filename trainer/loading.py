@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..modeling.families import DFLASH, DSPARK, FAMILIES, family_of
+from ..modeling.target.decoded_weights import load_decoded
 from ..modeling.target.mask_tokens import propose_mask_token_ids
 from .adapters import is_adapter, load_merged
 from .draft_trainer import DraftTrainer
@@ -28,11 +29,12 @@ def load_target(
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target in evaluation mode, on a GPU where there is one, and its tokenizer. Raises a `ValueError` for a local
-    path that does not exist, an `OSError` for what the Hub does not have."""
+    path that does not exist, or weights that nothing decodes, an `OSError` for what the Hub does not have."""
     check_path("target", name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **where).eval()
+    load = AutoModelForCausalLM.from_pretrained
+    target = load_decoded(load, name, dtype=dtype, device_map=device_map, **where).eval()
     return (target if device_map else target.to(default_device())), tokenizer
 
 

@@ -224,7 +224,9 @@ def test_faults_are_named():
         "`cache` is for one block": {"block_plan": plan, "use_cache": True},
         "is for 26 context rows": {"block_plan": draft.plan_blocks(ANCHORS, KEEP, 26)},
         "make 16": {"block_plan": draft.plan_blocks(ANCHORS[:, 1:], None, 27)},
-        "are of 1 rows": {"block_plan": draft.plan_blocks(ANCHORS[:1], None, 27)},
+        r"`anchor_positions` has the shape \[1, 5\], not \[2, N\]": {
+            "block_plan": draft.plan_blocks(ANCHORS[:1], None, 27)
+        },
     }.items():
         with pytest.raises(ValueError, match=message):
             draft(**inputs, **given)
