@@ -238,8 +238,8 @@ class DraftPreTrainedModel(PreTrainedModel):
             if length > config.block_size and not tells_blocks_apart:
                 raise ValueError(
                     f"`noise_embeds` holds {length} tokens, more than one block of {config.block_size}: pass "
-                    "`anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
-                    "follows its anchor."
+                    "`anchor_positions` (or a 4D `attention_mask`; positions go to `position_ids=`, by keyword), or "
+                    "each block would see the others and what follows its anchor."
                 )
             return None
         if attention_mask is not None:

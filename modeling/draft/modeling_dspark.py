@@ -5,6 +5,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_dspark import DSparkConfig
@@ -13,6 +14,8 @@ from .anchors import legal_dspark_anchors, sample_anchors
 from .block_targets import build_block_inputs, build_dspark_targets
 from .dspark_heads import DSparkConfidenceHead, DSparkForwardOutput, DSparkHeads, DSparkMarkovHead, DSparkOutput
 from .modeling_draft import DraftPreTrainedModel, draft_arguments, head_dtype
+
+logger = logging.get_logger(__name__)
 
 
 class DSparkDraftModel(DraftPreTrainedModel):
@@ -109,12 +112,26 @@ class DSparkTokenForward:
     Gives a [`DSparkDraftModel`] the reference's forward on token ids beside its own, for use without a trainer: after
     [`~DSparkTokenForward.initialize_embeddings_and_head`] it holds copies of the target's embedding and head, which
     are never saved with it. Stands before the draft in the list of bases.
+
+    Args:
+        config ([`DSparkConfig`]).
+        num_anchors, enable_confidence_head, confidence_head_stop_gradient: Attributes, and the defaults of
+            [`~DSparkTokenForward.forward_tokens`].
     """
 
     _keys_to_ignore_on_save = ["embed_tokens.weight", "lm_head.weight", "lm_head.bias"]
 
-    def __init__(self, config: DSparkConfig):
+    def __init__(
+        self,
+        config: DSparkConfig,
+        num_anchors: int = 512,
+        enable_confidence_head: bool = True,
+        confidence_head_stop_gradient: bool = False,
+    ):
         super().__init__(config)
+        self.num_anchors = num_anchors
+        self.enable_confidence_head = enable_confidence_head
+        self.confidence_head_stop_gradient = confidence_head_stop_gradient
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
 
@@ -149,6 +166,14 @@ class DSparkTokenForward:
         self._check_copies()
         self.embed_tokens.requires_grad_(trainable)
         self.lm_head.requires_grad_(trainable)
+
+    def save_pretrained(self, *args, **kwargs):
+        """The draft's own, without the copies; warns if these are trainable."""
+        if self.embed_tokens is not None and self.embed_tokens.weight.requires_grad:
+            logger.warning(
+                "The copies of embedding and head, which are trainable, are not saved: a draft reads its target's."
+            )
+        super().save_pretrained(*args, **kwargs)
 
     def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
         """As [`~DSparkDraftModel.compute_logits`]; `lm_head` defaults to the copy of the target's."""
