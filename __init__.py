@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .modeling.decoding.confidence_schedule import ConfidenceThreshold as ConfidenceThreshold
     from .modeling.decoding.cost_table import CostTable as CostTable
     from .modeling.decoding.cost_table import measure_cost_table as measure_cost_table
+    from .modeling.deepseek_v41.deepseek_v41_release import load_deepseek as load_deepseek
     from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41ForCausalLM as DeepseekV41ForCausalLM
     from .modeling.deepseek_v41.modeling_deepseek_v41 import DeepseekV41Model as DeepseekV41Model
     from .modeling.deepseek_v41.modeling_deepseek_v41_dspark import DeepseekV41DSparkModel as DeepseekV41DSparkModel
@@ -69,6 +70,7 @@ _MODULES = {
     "build_kimi_k3_dflash_target_kwargs": "configuration.build_kimi_k3_dflash",
     "build_target_layer_ids": "configuration.target_settings",
     "capture_features": "modeling.target.target_features",
+    "load_deepseek": "modeling.deepseek_v41.deepseek_v41_release",
     "measure_cost_table": "modeling.decoding.cost_table",
     "propose_mask_token_ids": "modeling.target.mask_tokens",
     "target_record": "modeling.target.target_identity",

@@ -101,7 +101,7 @@ def build_deepseek_v41_dspark_draft_config(
         require(value is None or value == expected, own_name, value, reason)
     settings = _settings_of_v41_target(target_config) | {
         "architectures": ["DeepseekV41DSparkModel"],
-        "attn_implementation": attention_backend,
+        "attention_backend": attention_backend,
     }
     return DeepseekV41DSparkConfig(**(settings | overrides))
 

@@ -112,7 +112,7 @@ def build_kimi_k3_dflash_draft_config(
         "block_size": block_size,
         "dflash_config": {"target_layer_ids": build_target_layer_ids(num_target_layers, num_draft_layers)}
         | dflash_config,
-        "attn_implementation": attention_backend,
+        "attention_backend": attention_backend,
     }
     return KimiK3DFlashConfig(**(settings | DENSE_DRAFT | draft))
 

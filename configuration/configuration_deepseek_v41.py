@@ -3,9 +3,9 @@
 from itertools import pairwise
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
 from .configuration_deepseek_v41_base import DeepseekV41BaseConfig
+from .multimodal import QUANTIZATION, MultimodalConfig, text_side
 from .validation import is_natural, is_positive_int
 
 # The one cache layer type: what a layer keeps follows from its place in the compression schedule.
@@ -13,8 +13,6 @@ from .validation import is_natural, is_positive_int
 DEEPSEEK_V41_ATTENTION = "deepseek_v41_attention"
 
 YARN = {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
-# How released files store quantised weights: decoded on load, so no quantizer has to run.
-QUANTIZATION = "quantization_config"
 
 
 @strict
@@ -79,7 +77,8 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
     dspark_num_experts_per_tok: int = 3
 
     def __post_init__(self, **kwargs):
-        kwargs.pop(QUANTIZATION, None)
+        if (quantization := self.for_quantizer(kwargs.pop(QUANTIZATION, None))) is not None:
+            kwargs[QUANTIZATION] = quantization
         released = {
             "compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3,
             "kv_source_layer_ids": [2, 8, 14, 20],
@@ -93,6 +92,18 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
+
+    @staticmethod
+    def for_quantizer(quantization: dict | None) -> dict | None:
+        """What a quantizer of transformers is told, of a file's `quantization_config`: nothing of the FP8 and FP4 of
+        released files, which are decoded on load."""
+        return None if (quantization or {}).get("quant_method", "fp8") == "fp8" else quantization
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
+        """As in transformers; of a multimodal checkpoint, its text side."""
+        settings, kwargs = super().get_config_dict(*args, **kwargs)
+        return text_side(DeepseekV41Config, settings), kwargs
 
     @property
     def layer_types(self) -> list[str]:
@@ -196,30 +207,13 @@ class DeepseekV41TextConfig(DeepseekV41BaseConfig):
 
 
 @strict
-class DeepseekV41Config(PreTrainedConfig):
+class DeepseekV41Config(MultimodalConfig):
     r"""
-    Configuration of a released DeepSeek V4.1 checkpoint, which is multimodal. Only its text side is built here:
-    `text_config` becomes a [`DeepseekV41TextConfig`], the vision side is kept as it was read.
+    Configuration of a released DeepSeek V4.1 checkpoint, which is multimodal: a [`MultimodalConfig`] around a
+    [`DeepseekV41TextConfig`].
     """
 
     model_type = "deepseek_v41"
     sub_configs_defaults = {"text_config": DeepseekV41TextConfig}
 
-    text_config: dict | PreTrainedConfig | None = None
-    vision_config: dict | None = None
     image_token_id: int = 129264
-
-    def __post_init__(self, **kwargs):
-        if isinstance(self.text_config, dict):
-            nested = dict(self.text_config)
-            model_type = nested.pop("model_type", DeepseekV41TextConfig.model_type)
-            if model_type != DeepseekV41TextConfig.model_type:
-                raise ValueError(
-                    f"`text_config.model_type` is {model_type!r}; a deepseek_v41 checkpoint nests "
-                    f"{DeepseekV41TextConfig.model_type!r}."
-                )
-            self.text_config = DeepseekV41TextConfig(**nested)
-        kwargs.pop(QUANTIZATION, None)
-        super().__post_init__(**kwargs)
-        if self.text_config.dtype is None:
-            self.text_config.dtype = self.dtype

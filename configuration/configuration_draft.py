@@ -49,6 +49,7 @@ class DraftConfig(CheckedConfig):
             for all.
         output_multiplier, final_logit_softcapping, input_embedding_scale (`float`): Transforms of the target's logits
             and input embeddings that the draft has to repeat. Default: none.
+        attention_backend (`str`): `attn_implementation` where that is not given.
         target (`dict`): Identity of the target, see [`target_record`].
         objective, training (`dict`): What the draft was trained on and how.
 
@@ -69,6 +70,7 @@ class DraftConfig(CheckedConfig):
     # What a family is defined for.
     family_slot_layout: ClassVar[str] = ANCHOR_GIVEN
     family_capture_points: ClassVar[tuple[str, ...]] = (LAYER_OUTPUT,)
+    attention_backends: ClassVar[tuple[str, ...]] = ("eager", "sdpa")
     # Names under which engines and other checkpoints keep settings: in a nested dict, or (`engine_view_key` None) at
     # the top level. The attribute is the one truth.
     engine_view_key: ClassVar[str | None] = None
@@ -89,6 +91,7 @@ class DraftConfig(CheckedConfig):
     output_multiplier: float | int = 1.0
     final_logit_softcapping: float | int | None = None
     input_embedding_scale: float | int = 1.0
+    attention_backend: str = "sdpa"
     target: dict | None = None
     objective: dict | None = None
     training: dict | None = None
@@ -112,7 +115,7 @@ class DraftConfig(CheckedConfig):
                 f"`sample_from_anchor` is {sample_from_anchor} but `slot_layout` is {self.slot_layout!r}; it is true "
                 'where slot 0 predicts too ("N"). Leave it out, it follows from the layout.'
             )
-        super().__post_init__(**kwargs)
+        super().__post_init__(**{"attn_implementation": self.attention_backend} | kwargs)
 
     def _read_view(self, view: dict, given: set[str]) -> None:
         prefix = "" if self.engine_view_key is None else f"{self.engine_view_key}."
@@ -221,6 +224,9 @@ class DraftConfig(CheckedConfig):
         self.require("slot_layout", self.slot_layout == layout, f'a {self.model_type} draft has "{layout}"')
         reason = f"a {self.model_type} draft reads one of {points}"
         self.require("capture_point", self.capture_point in points, reason)
+        backends = list(self.attention_backends)
+        reason = f"a {self.model_type} draft attends with one of {backends}"
+        self.require("attention_backend", self.attention_backend in backends, reason)
         for name in ("output_multiplier", "input_embedding_scale"):
             self.require(name, getattr(self, name) > 0, "it must be positive")
         for name in ("final_logit_softcapping", "sliding_window"):

@@ -1,9 +1,9 @@
 """Configuration of the Kimi K3 text model, and of the released multimodal checkpoint around it."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
 from .configuration_kimi_k3_base import KimiK3BaseConfig
+from .multimodal import QUANTIZATION, MultimodalConfig, text_side
 from .validation import require
 
 KIMI_DELTA_ATTENTION = "kimi_delta_attention"
@@ -60,7 +60,8 @@ class KimiK3TextConfig(KimiK3BaseConfig):
     linear_attn_config: dict | None = None
 
     def __post_init__(self, **kwargs):
-        _drop_mxfp4(kwargs)
+        if (quantization := self.for_quantizer(kwargs.pop(QUANTIZATION, None))) is not None:
+            kwargs[QUANTIZATION] = quantization
         if self.linear_attn_config is None:
             layers = range(1, self.num_hidden_layers + 1)
             full = [layer for layer in layers if layer % 4 == 0 or layer == self.num_hidden_layers]
@@ -74,6 +75,22 @@ class KimiK3TextConfig(KimiK3BaseConfig):
                 "kda_layers": [layer for layer in layers if layer not in full],
             }
         super().__post_init__(**kwargs)
+
+    @staticmethod
+    def for_quantizer(quantization: dict | None) -> dict | None:
+        """What a quantizer of transformers is told, of a file's `quantization_config`: nothing of MXFP4, which is
+        decoded on load. FP8 is decoded, too: its modules compute other experts than these."""
+        quantization = quantization or {}
+        formats = [group.get("format") for group in quantization.get("config_groups", {}).values()]
+        if not quantization or MXFP4_FORMAT in (quantization.get("format"), *formats):
+            return None
+        return quantization | {"dequantize": True} if quantization.get("quant_method") == "fp8" else quantization
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
+        """As in transformers; of a multimodal checkpoint, its text side."""
+        settings, kwargs = super().get_config_dict(*args, **kwargs)
+        return text_side(KimiK3Config, settings), kwargs
 
     # The KDA shape. A checkpoint that leaves a field out means the value given here.
     @property
@@ -142,38 +159,12 @@ class KimiK3TextConfig(KimiK3BaseConfig):
 
 
 @strict
-class KimiK3Config(PreTrainedConfig):
+class KimiK3Config(MultimodalConfig):
     r"""
-    Configuration of a released Kimi K3 checkpoint, which is multimodal. Only its text side is built here:
-    `text_config` becomes a [`KimiK3TextConfig`] (the nested type `kimi_linear` of released files is accepted for it),
-    the vision side is kept as it was read.
+    Configuration of a released Kimi K3 checkpoint, which is multimodal: a [`MultimodalConfig`] around a
+    [`KimiK3TextConfig`], for which the nested type `kimi_linear` of released files is accepted.
     """
 
     model_type = "kimi_k3"
     sub_configs_defaults = {"text_config": KimiK3TextConfig}
-
-    text_config: dict | PreTrainedConfig | None = None
-    vision_config: dict | None = None
-
-    def __post_init__(self, **kwargs):
-        if isinstance(self.text_config, dict):
-            nested = dict(self.text_config)
-            model_type = nested.pop("model_type", KimiK3TextConfig.model_type)
-            if model_type not in (KimiK3TextConfig.model_type, "kimi_linear"):
-                raise ValueError(
-                    f"`text_config.model_type` is {model_type!r}; a kimi_k3 checkpoint nests "
-                    f"'kimi_linear' or {KimiK3TextConfig.model_type!r}."
-                )
-            self.text_config = KimiK3TextConfig(**nested)
-        _drop_mxfp4(kwargs)
-        super().__post_init__(**kwargs)
-        if self.text_config.dtype is None:
-            self.text_config.dtype = self.dtype
-
-
-def _drop_mxfp4(settings: dict) -> None:
-    """Takes out the `quantization_config` of released files: their experts are decoded on load."""
-    quantization = settings.get("quantization_config") or {}
-    formats = [group.get("format") for group in quantization.get("config_groups", {}).values()]
-    if MXFP4_FORMAT in (quantization.get("format"), *formats):
-        del settings["quantization_config"]
+    nested_types = ("kimi_linear",)

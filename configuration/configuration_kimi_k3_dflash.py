@@ -25,6 +25,7 @@ class KimiK3DFlashConfig(DraftConfig, KimiK3BaseConfig):
     model_type = "kimi_k3_dflash"
     builder = "build_kimi_k3_dflash"
     family_capture_points = (LAYER_OUTPUT, ATTENTION_INPUT_MEAN)
+    attention_backends = ("eager", "sdpa", "flex_attention")
     fixed_in_training = (*DraftConfig.fixed_in_training, "num_full_attention_layers", "is_causal")
     engine_view_key = "dflash_config"
     engine_view = {

@@ -19,6 +19,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 from ..hub_cards.repository_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..hub_cards.rules import is_hub_id
 from ..modeling.saving.atomic_save import staged_directory
+from ..modeling.target.pairing import check_is_draft
 
 TASK_TYPE = "FEATURE_EXTRACTION"
 # What of the draft's configuration an adapter changes: kept in the header of its weights, for the merged draft.
@@ -253,7 +254,8 @@ def load_merged(
         dtype, trust_remote_code: of the base, see `from_pretrained`.
 
     Raises:
-        ValueError: if the base is a directory that is not there; `OSError` for what the Hub does not have.
+        ValueError: if the base is a directory that is not there, or no draft; `OSError` for what the Hub does not
+            have.
     """
     # From a local folder: PEFT asks the Hub about a repository even if everything is in the cache.
     _, weights = (cached_file(name, file, revision=revision) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
@@ -265,6 +267,7 @@ def load_merged(
             f"`draft`: the adapter {name} belongs to the draft {base}, which is not there; put its directory or Hub "
             f"id into `base_model_name_or_path` of {ADAPTER_CONFIG}."
         )
+    check_is_draft(base, config.revision)
     draft = AutoModel.from_pretrained(base, dtype=dtype, revision=config.revision, trust_remote_code=trust_remote_code)
     draft = PeftModel.from_pretrained(draft, folder, torch_device="cpu").merge_and_unload()
     for key, value in read_record(weights).items():

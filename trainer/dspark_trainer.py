@@ -16,6 +16,10 @@ from .training_args import DraftTrainingArguments
 logger = logging.get_logger(__name__)
 
 
+# What `initialize_embeddings_and_head` copies into a draft.
+COPIES = ("embed_tokens.", "lm_head.")
+
+
 class DSparkTrainer(DraftTrainer):
     """
     [`DraftTrainer`] for drafts whose slot 0 predicts too (layout "N"), with DSpark's objective of three terms
@@ -38,8 +42,14 @@ class DSparkTrainer(DraftTrainer):
         super().__init__(model, target, args, **kwargs)
 
     def prepare_draft(self) -> None:
-        """Freezes a confidence head that is off, and watches the routers."""
+        """Freezes a confidence head that is off, and watches the routers. Raises a `ValueError` for copies of the
+        target's embedding and head that are to be trained, or if no term of the loss has a weight."""
         args, draft = self.args, self.draft
+        if any(weight.requires_grad for name, weight in draft.named_parameters() if name.startswith(COPIES)):
+            raise ValueError(
+                "The draft's copies of embedding and head are trainable, but the loss is that of the target's own, "
+                "which verify, and a saved draft has none: call `draft.set_embedding_head_trainable(False)`."
+            )
         if draft.confidence_head is not None and args.confidence_head_alpha == 0:
             draft.confidence_head.requires_grad_(False)
         confidence = args.confidence_head_alpha if draft.confidence_head is not None else 0.0

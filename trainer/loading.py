@@ -10,7 +10,9 @@ from transformers.utils import logging
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..modeling.families import DFLASH, DSPARK, FAMILIES, family_of
+from ..modeling.target.decoded_weights import load_decoded
 from ..modeling.target.mask_tokens import propose_mask_token_ids
+from ..modeling.target.pairing import check_is_draft
 from .adapters import is_adapter, load_merged
 from .draft_trainer import DraftTrainer
 from .dspark_trainer import DSparkTrainer
@@ -28,11 +30,12 @@ def load_target(
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target in evaluation mode, on a GPU where there is one, and its tokenizer. Raises a `ValueError` for a local
-    path that does not exist, an `OSError` for what the Hub does not have."""
+    path that does not exist, or weights that nothing decodes, an `OSError` for what the Hub does not have."""
     check_path("target", name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **where).eval()
+    load = AutoModelForCausalLM.from_pretrained
+    target = load_decoded(load, name, dtype=dtype, device_map=device_map, **where).eval()
     return (target if device_map else target.to(default_device())), tokenizer
 
 
@@ -41,10 +44,15 @@ def load_draft(
 ) -> PreTrainedModel:
     """A saved draft, or a base draft with a saved adapter merged into it, in evaluation mode, on a GPU where there is
     one. `revision` is a commit, branch or tag of the repository that holds the draft or the adapter. Raises a
-    `ValueError` for a local path that does not exist, an `OSError` for what the Hub does not have."""
+    `ValueError` for a local path that does not exist or holds no draft, an `OSError` for what the Hub does not
+    have."""
     check_draft(name, revision)
-    load = load_merged if is_adapter(name, revision) else AutoModel.from_pretrained
-    draft = load(name, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision)
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "revision": revision}
+    if is_adapter(name, revision):
+        draft = load_merged(name, **options)
+    else:
+        check_is_draft(name, revision)
+        draft = load_decoded(AutoModel.from_pretrained, name, **options)
     return draft.to(default_device()).eval()
 
 

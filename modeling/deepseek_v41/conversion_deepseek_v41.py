@@ -131,7 +131,7 @@ class StackDeepseekV41Experts(StackExperts):
     """Experts `[experts, in, out]`; FP4 ones are int8, two numbers each, beside an e8m0 scale."""
 
     transposed = True
-    codes_suffix = ".weight"
+    forms = ((".weight", ".scale"),)
     scale_suffix = ".scale"
 
     def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from transformers.utils.generic import maybe_autocast
 from ...configuration.configuration_deepseek_v41_base import DeepseekV41BaseConfig
 from ..ops.cache_rounding import round_to_fp8
 from ..ops.elementwise import RMSNorm, last_axis_chunks, wide_dtype
+from ..ops.expert_products import EXPERT_PRODUCTS
 from ..ops.fp32 import Fp32Weight, KeepsFp32
 from .hyper_connections import normed_projection, sinkhorn
 
@@ -167,7 +168,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return _ClampedSwiGLU.apply(gate, up, limit)
 
 
-@use_experts_implementation(is_transposed=True)
+@use_experts_implementation(experts_interface=EXPERT_PRODUCTS, is_transposed=True)
 class DeepseekV41Experts(nn.Module):
     """Routed experts. The router's weight multiplies **before** the down projection, as in the reference; the other
     implementations of transformers' interface multiply after it, which differs by rounding only."""
@@ -185,12 +186,12 @@ class DeepseekV41Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, H]` tokens, `[T, k]` experts and fp32 weights -> `[T, H]`."""
-        output = torch.zeros_like(hidden_states, dtype=torch.float32)
+        output = torch.zeros_like(hidden_states, dtype=wide_dtype(hidden_states))
         for expert in top_k_index.unique().tolist():
             tokens, slots = torch.where(top_k_index == expert)
             gate_up = hidden_states[tokens] @ self.gate_up_proj[expert]
             activated = clamped_swiglu(*gate_up.chunk(2, dim=-1), self.limit) * top_k_weights[tokens, slots, None]
-            output.index_add_(0, tokens, (activated.to(gate_up.dtype) @ self.down_proj[expert]).float())
+            output.index_add_(0, tokens, (activated.to(gate_up.dtype) @ self.down_proj[expert]).to(output.dtype))
         return output.to(hidden_states.dtype)
 
 

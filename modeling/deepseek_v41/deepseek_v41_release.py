@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -268,6 +269,19 @@ def load_deepseek(
     check_released(released, config)
     state_dict = native_tensors(released, dtype)
     return DeepseekV41DSparkModel.from_pretrained(None, config=config, state_dict=state_dict, dtype=dtype)
+
+
+def released_folder(name: str, revision: str | None = None) -> Path:
+    """The directory of a checkpoint that [`load_deepseek`] reads: `name` itself, or of a repository on the Hub the
+    configuration and those files that hold `mtp.*` tensors."""
+    if Path(name).is_dir():
+        return Path(name)
+    wanted = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME]
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    files = ["*.safetensors"]
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        files = sorted({file for tensor, file in read_weight_map(folder).items() if tensor.startswith("mtp.")})
+    return Path(snapshot_download(name, revision=revision, allow_patterns=[*wanted, *files]))
 
 
 def check_belongs_to(config: DeepseekV41DSparkConfig, directory: str | os.PathLike) -> None:

@@ -14,7 +14,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..ops.fp32 import Fp32Linear
+from ..ops.shapes import check_shape
 from ..target.causal_lm import CausalLMForward
+from ..target.decoded_weights import load_decoded, with_text_config
 from .compressed_attention import CompressedState, DeepseekV41Attention, DeepseekV41CacheLayer
 from .conversion_deepseek_v41 import register_deepseek_v41_conversion
 from .deepseek_v41_layers import (
@@ -118,8 +120,10 @@ class DeepseekV41PreTrainedModel(DeepseekV41ModelMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        """As in transformers; a model with Engram reads the tokenizer that lies beside its weights as well."""
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        """As in transformers; a model with Engram reads the tokenizer that lies beside its weights as well. `config`
+        may be that of the multimodal checkpoint. Raises a `ValueError` for quantised weights that are not decoded."""
+        arguments = (pretrained_model_name_or_path, *model_args)
+        loaded = load_decoded(super().from_pretrained, *arguments, **with_text_config(kwargs))
         model = loaded[0] if kwargs.get("output_loading_info") else loaded
         if model.base_model.engram_hash is not None:
             location = {name: kwargs[name] for name in LOCATION if name in kwargs}
@@ -176,13 +180,19 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
             norm, and `cache`.
 
         Raises:
-            ValueError: if inputs contradict each other or the mask cannot be followed.
+            ValueError: if inputs contradict each other, their shapes do not fit, or the mask cannot be followed.
         """
         if input_ids is None and inputs_embeds is None:
             raise ValueError("Pass `input_ids` or `inputs_embeds`.")
         if inputs_embeds is None:
+            check_shape("input_ids", input_ids, "B", "S")
             inputs_embeds = self.embed_tokens(input_ids)
-        past, length = 0 if cache is None else cache.get_seq_length(), inputs_embeds.shape[1]
+        batch, length, _ = check_shape("inputs_embeds", inputs_embeds, "B", "S", self.config.hidden_size)
+        if input_ids is not None:
+            check_shape("input_ids", input_ids, batch, length, reason="the tokens of `inputs_embeds`")
+        past = 0 if cache is None else cache.get_seq_length()
+        if attention_mask is not None:
+            check_shape("attention_mask", attention_mask, batch, past + length, reason="cached tokens are in it, too")
         plan = TokenPlan(self.config, length, past, attention_mask, inputs_embeds.device, cache is not None)
         if use_cache and cache is None and not plan.is_padded_right:
             cache = DynamicCache(config=self.config)

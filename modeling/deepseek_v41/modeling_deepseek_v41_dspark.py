@@ -12,6 +12,7 @@ from ..draft.dspark_heads import DSparkHeads, DSparkOutput
 from ..draft.modeling_draft import draft_arguments
 from ..draft.modeling_dspark import DSparkDraftModel, DSparkTokenForward
 from ..draft.visible_attention import VisibleKeys, attend_visible
+from ..ops.shapes import check_shape, check_visible
 from .deepseek_v41_layers import (
     DeepseekV41HyperConnection,
     DeepseekV41ModelMixin,
@@ -124,6 +125,11 @@ class DeepseekV41DSparkBlock(GradientCheckpointingLayer):
         self.markov_head = heads.markov_head if is_last else None
         self.confidence_head = heads.confidence_head if is_last else None
 
+    @property
+    def mlp(self) -> DeepseekV41MoE:
+        """The reference's other name of `ffn`."""
+        return self.ffn
+
     def forward(
         self,
         streams: Tensor,
@@ -179,6 +185,11 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
         self.post_init()
 
     @property
+    def moe_config(self) -> DeepseekV41DSparkConfig:
+        """The reference's name of the experts' settings, which here are fields of `config`."""
+        return self.config
+
+    @property
     def heads_per_key(self) -> int:
         return self.config.num_attention_heads
 
@@ -206,7 +217,8 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
 
     def build_position_ids(self, anchor_positions: torch.LongTensor, context_sequence: int) -> torch.LongTensor:
         """`[B, N]` anchors -> `[B, context_sequence + N * block_size]` int64: slot j of the block at anchor a
-        stands at a + j."""
+        stands at a + j. Raises a `ValueError` for anchors of another rank."""
+        check_shape("anchor_positions", anchor_positions, "B", "N")
         context = torch.arange(context_sequence, device=anchor_positions.device).expand(len(anchor_positions), -1)
         blocks = anchor_positions[..., None] + torch.arange(self.config.block_size, device=anchor_positions.device)
         return torch.cat([context, blocks.flatten(1)], dim=1)
@@ -289,7 +301,7 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
         inputs = (noise_embeds, context_hidden_states, attention_mask, cache)
         plan = self.read_blocks(*inputs, block_plan, anchor_positions, block_keep_mask, document_ids)
         context, length = context_hidden_states, noise_embeds.shape[1]
-        self._check_rows(length, context.shape[1] + length, attention_mask, position_ids, cache)
+        self._check_rows(noise_embeds, context.shape[1] + length, attention_mask, position_ids, cache)
         visible, skipped = attention_mask, 0
         if plan is not None:
             visible = self.layer_masks(plan)[self.config.sliding_window]
@@ -327,17 +339,17 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
 
     def _check_rows(
         self,
-        length: int,
+        noise_embeds: Tensor,
         rows: int,
         attention_mask: Tensor | None,
         position_ids: torch.LongTensor | None,
         cache: Cache | None,
     ) -> None:
-        """Whether mask, positions and cache fit `length` rows of blocks, with the new context `rows` in all."""
-        if position_ids is not None and position_ids.shape[-1] != rows:
-            raise ValueError(
-                f"`position_ids` covers {position_ids.shape[-1]} rows; new context and block make {rows}."
-            )
+        """Whether mask, positions and cache fit the blocks' rows, with the new context `rows` in all."""
+        batch, length, _ = noise_embeds.shape
+        if position_ids is not None:
+            alike = 1 if position_ids.shape[0] == 1 else batch
+            check_shape("position_ids", position_ids, alike, rows, reason="one for each row of new context and block")
         if attention_mask is None:
             # Not by class: a draft loaded with its own code has its own, and transformers knows one of them.
             if cache is not None and [layer._layer_type for layer in cache.layers] != self.config.layer_types:
@@ -345,11 +357,8 @@ class DeepseekV41DSparkBackbone(DeepseekV41ModelMixin, DSparkDraftModel):
             return
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the mask, or the cache.")
-        if attention_mask.dim() != 4 or attention_mask.shape[-2:] != (length, rows):
-            raise ValueError(
-                f"`attention_mask` has the shape {tuple(attention_mask.shape)}; block and context make [B, 1, "
-                f"{length}, {rows}]. Padding has no mask: leave it out of the context."
-            )
+        reason = "padding has no mask, leave it out of the context; positions go to `position_ids=`, by keyword"
+        check_visible(attention_mask, batch, length, rows, reason)
         if position_ids is None:
             raise ValueError("`position_ids` is missing: with a mask only they say where the blocks stand.")
 

@@ -50,7 +50,7 @@ class TokenPlan:
         device: where the layers are.
 
     Raises:
-        ValueError: if the mask has another shape, or holes, or padding that a cache cannot skip.
+        ValueError: if the mask has holes, or padding that a cache cannot skip.
     """
 
     def __init__(
@@ -147,10 +147,6 @@ def _read_mask(mask: Tensor | None, length: int, past: int, is_cached: bool) -> 
     """Real tokens `[B, past + S]`, `None` if all are; first tokens `[B]` of the rows, `None` if all start at 0."""
     if mask is None:
         return None, None
-    if mask.shape[-1] != past + length or mask.ndim != 2:
-        raise ValueError(
-            f"`attention_mask` has the shape {tuple(mask.shape)}; cached and new tokens make {past + length} columns."
-        )
     valid = mask.bool()
     if bool(valid.all()):
         return None, None

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.shapes import check_shape
+
 
 class Anchors(NamedTuple):
     """Anchors of a batch: `positions` `[B, N]` int64, ascending in each row, 0 in padded places, where `keep` `[B, N]`
@@ -39,7 +41,7 @@ def legal_anchors(
     Returns:
         `[B, S]` bool.
     """
-    batch, width = loss_mask.shape
+    batch, width = check_shape("loss_mask", loss_mask, "B", "S")
     positions = torch.arange(width, device=loss_mask.device)
     lengths = torch.full((batch,), width, device=loss_mask.device) if lengths is None else lengths
     last = (lengths - block_size).clamp(min=0)
@@ -63,7 +65,8 @@ def legal_dspark_anchors(
     Returns:
         `[B, S]` bool, never true in the last column.
     """
-    positions = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    _, width = check_shape("loss_mask", loss_mask, "B", "S")
+    positions = torch.arange(width, device=loss_mask.device)
     supervised = loss_mask > 0.5
     if lengths is not None:
         supervised = supervised & (positions < lengths[:, None])

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.shapes import check_shape
+
 
 class BlockTargets(NamedTuple):
     """What the slots of the blocks predict.
@@ -41,6 +43,7 @@ def build_block_inputs(
     Returns:
         `[B, N * block_size]` int64.
     """
+    _check_blocks(input_ids, anchor_positions, block_keep_mask)
     slots = torch.arange(block_size, device=input_ids.device)
     positions = anchor_positions[..., None] + slots
     known = block_keep_mask[..., None] & (slots < per_block(prefix_lengths)) & (positions < input_ids.shape[1])
@@ -68,6 +71,8 @@ def build_block_targets(
             of the anchor's document are dropped.
     """
     assert label_start in (0, 1)
+    _check_blocks(input_ids, anchor_positions, block_keep_mask)
+    check_shape("loss_mask", loss_mask, *input_ids.shape, reason="one for each of `input_ids`")
     offsets = label_start + torch.arange(block_size, device=input_ids.device)
     label_indices = anchor_positions[..., None] + offsets
     supervised = block_keep_mask[..., None] & (label_indices < input_ids.shape[1])
@@ -79,6 +84,12 @@ def build_block_targets(
 
 def per_block(prefix_lengths: Tensor | int) -> Tensor | int:
     return prefix_lengths if isinstance(prefix_lengths, int) else prefix_lengths[..., None]
+
+
+def _check_blocks(input_ids: Tensor, anchor_positions: Tensor, block_keep_mask: Tensor) -> None:
+    batch, _ = check_shape("input_ids", input_ids, "B", "S")
+    shape = check_shape("anchor_positions", anchor_positions, batch, "N")
+    check_shape("block_keep_mask", block_keep_mask, *shape, reason="one for each of `anchor_positions`")
 
 
 def _gather(rows: Tensor, positions: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ops.shapes import check_shape
+
 
 @dataclass(frozen=True)
 class BlockVisibility:
@@ -81,7 +83,14 @@ def block_visibility(
         causal (`bool`): slots see only themselves and the earlier slots of their block.
         document_ids (`[B, S]` int, *optional*): packed rows, each document's tokens together; a block sees the context
             of its anchor's document only.
+
+    Raises:
+        ValueError: if shapes do not fit.
     """
+    batch, blocks = check_shape("anchor_positions", anchor_positions, "B", "N")
+    check_shape("block_keep_mask", block_keep_mask, batch, blocks, reason="one for each of `anchor_positions`")
+    if document_ids is not None:
+        check_shape("document_ids", document_ids, batch, context_length, reason="one for each row of the context")
     last = torch.where(block_keep_mask, anchor_positions.clamp(max=context_length), 0)
     first = torch.zeros_like(last)[..., None]
     if document_ids is not None:

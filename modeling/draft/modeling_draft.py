@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from ...configuration.configuration_draft import DraftConfig
 from ..decoding.block_decoding import block_decode
 from ..decoding.generate import generate
+from ..ops.shapes import check_shape
 from ..saving.atomic_save import staged_directory
 from ..saving.remote_code import write_remote_code
 from .block_visibility import BlockPlan, block_visibility
@@ -89,6 +90,11 @@ class DraftPreTrainedModel(PreTrainedModel):
     # warns of a target with other weights than in training, `publisher(repo_id, ...)` uploads the draft with a card.
     compare_target: Callable[[PreTrainedModel], None] | None = None
     publisher: Callable | None = None
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """The layers of the target whose hidden states the draft reads; see [`DraftConfig`]."""
+        return self.config.target_layer_ids
 
     def block_decode(self, target: PreTrainedModel, input_ids: torch.LongTensor | None = None, **kwargs):
         """[`block_decode`] with this draft: `target.generate(input_ids, **kwargs)`, the same tokens in less time."""
@@ -173,22 +179,16 @@ class DraftPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if shapes do not fit, or `document_ids` come back to a document.
         """
-        config, rows = self.config, (len(anchor_positions), context_length)
+        config = self.config
         keep = torch.ones_like(anchor_positions) if block_keep_mask is None else block_keep_mask
-        if keep.shape != anchor_positions.shape:
-            shapes = f"{tuple(keep.shape)}, `anchor_positions` {tuple(anchor_positions.shape)}"
-            raise ValueError(f"`block_keep_mask` has the shape {shapes}.")
-        if document_ids is not None:
-            if document_ids.shape != rows:
-                shape = tuple(document_ids.shape)
-                raise ValueError(f"`document_ids` has the shape {shape}; the context's rows are {rows}.")
-            runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1)[0]))
-            if runs != documents:
-                raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
         blocks = (anchor_positions, keep.bool(), context_length, config.block_size)
         rule = {"window_per_query": self.window_per_query, "causal": config.is_causal, "document_ids": document_ids}
         windows = dict.fromkeys(config.context_windows)
         visible = {window: block_visibility(*blocks, sliding_window=window, **rule) for window in windows}
+        if document_ids is not None:
+            runs, documents = ((ids[:, 1:] != ids[:, :-1]).sum() for ids in (document_ids, document_ids.sort(-1)[0]))
+            if runs != documents:
+                raise ValueError("`document_ids` come back to a document: the tokens of each have to stand together.")
         if config._attn_implementation == "sdpa":
             heads = (config.num_attention_heads, self.heads_per_key)
             device = self.device if device is None else device
@@ -211,21 +211,21 @@ class DraftPreTrainedModel(PreTrainedModel):
         without both. The arguments are those of the forward.
 
         Raises:
-            ValueError: if an input has another width than the configuration says, if the blocks are given twice or do
-                not fit the other inputs, or if several come without what says which block sees what.
+            ValueError: if an input has a shape that does not fit the configuration or the others, if the blocks are
+                given twice, or if several come without what says which block sees what.
         """
-        config, (batch, length, width) = self.config, noise_embeds.shape
-        context_length, features_width = context_hidden_states.shape[1:]
-        if width != config.hidden_size:
-            raise ValueError(
-                f"`noise_embeds` is {width} wide, `hidden_size` is {config.hidden_size}: embed the blocks with the "
-                "embedding of the draft's target."
-            )
-        if features_width != config.features_width:
-            raise ValueError(
-                f"`context_hidden_states` is {features_width} wide; `target_layer_ids` {config.target_layer_ids} of "
-                f"the target's hidden size make {config.features_width}."
-            )
+        config = self.config
+        for name, rows in (("noise_embeds", noise_embeds), ("context_hidden_states", context_hidden_states)):
+            if rows is None or not rows.is_floating_point():
+                raise ValueError(
+                    f"`{name}` is {'missing' if rows is None else rows.dtype}, not a float tensor. The reference has "
+                    "its arguments in another order: pass each by keyword, `noise_embeds=`, `context_hidden_states=`, "
+                    "`attention_mask=`, `position_ids=`, or a DSpark draft's `input_ids=` and `loss_mask=`."
+                )
+        reason = "`hidden_size` wide, by the embedding of the draft's target"
+        batch, length, _ = check_shape("noise_embeds", noise_embeds, "B", "Q", config.hidden_size, reason=reason)
+        sizes, reason = (batch, "A", config.features_width), f"`target_layer_ids` are {config.target_layer_ids}"
+        context_length = check_shape("context_hidden_states", context_hidden_states, *sizes, reason=reason)[1]
         names = ("anchor_positions", "block_keep_mask", "document_ids")
         blocks = zip(names, (anchor_positions, block_keep_mask, document_ids), strict=True)
         given = [name for name, value in blocks if value is not None]
@@ -238,8 +238,8 @@ class DraftPreTrainedModel(PreTrainedModel):
             if length > config.block_size and not tells_blocks_apart:
                 raise ValueError(
                     f"`noise_embeds` holds {length} tokens, more than one block of {config.block_size}: pass "
-                    "`anchor_positions` (or a 4D `attention_mask`), or each block would see the others and what "
-                    "follows its anchor."
+                    "`anchor_positions` (or a 4D `attention_mask`; positions go to `position_ids=`, by keyword), or "
+                    "each block would see the others and what follows its anchor."
                 )
             return None
         if attention_mask is not None:
@@ -247,14 +247,9 @@ class DraftPreTrainedModel(PreTrainedModel):
         if cache is not None:
             raise ValueError("`cache` is for one block after its context: leave out the anchors, or the cache.")
         anchors = anchor_positions if block_plan is None else block_plan.anchor_positions
-        size = config.block_size
-        if anchors.shape[1] * size != length:
-            raise ValueError(
-                f"`noise_embeds` holds {length} tokens; {anchors.shape[1]} `anchor_positions` with `block_size` "
-                f"{size} make {anchors.shape[1] * size}."
-            )
-        if len(anchors) != batch:
-            raise ValueError(f"`anchor_positions` are of {len(anchors)} rows, `noise_embeds` of {batch}.")
+        size, blocks = config.block_size, check_shape("anchor_positions", anchors, batch, "N")[1]
+        reason = f"{blocks} `anchor_positions` with `block_size` {size} make {blocks * size} tokens"
+        check_shape("noise_embeds", noise_embeds, batch, blocks * size, config.hidden_size, reason=reason)
         if block_plan is None:
             device = noise_embeds.device
             block_plan = self.plan_blocks(anchors, block_keep_mask, context_length, document_ids, device)

@@ -5,13 +5,17 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from ...configuration.configuration_dspark import DSparkConfig
+from ..ops.shapes import check_shape
 from .anchors import legal_dspark_anchors, sample_anchors
 from .block_targets import build_block_inputs, build_dspark_targets
 from .dspark_heads import DSparkConfidenceHead, DSparkForwardOutput, DSparkHeads, DSparkMarkovHead, DSparkOutput
 from .modeling_draft import DraftPreTrainedModel, draft_arguments, head_dtype
+
+logger = logging.get_logger(__name__)
 
 
 class DSparkDraftModel(DraftPreTrainedModel):
@@ -56,9 +60,11 @@ class DSparkDraftModel(DraftPreTrainedModel):
             return super().compute_logits(hidden_states, head_in_fp32)
 
     def slot_logits(self, base_logits: Tensor, previous_token_ids: torch.LongTensor, hidden_states: Tensor) -> Tensor:
-        """Adds the Markov head's bias of the token before each slot, in the dtype of `base_logits`."""
+        """Adds the Markov head's bias of the token before each slot, in the dtype of `base_logits`. Raises a
+        `ValueError` if there is not one token for each slot."""
         if self.markov_head is None:
             return base_logits
+        check_shape("previous_token_ids", previous_token_ids, *base_logits.shape[:-1], reason="one for each slot")
         return base_logits + self.markov_head(previous_token_ids)[0].to(base_logits)
 
     def confidence_logits(self, confidence_states: Tensor, previous_token_ids: torch.LongTensor) -> Tensor:
@@ -90,9 +96,8 @@ class DSparkDraftModel(DraftPreTrainedModel):
             raise ValueError(
                 "`previous_token_ids` are for the Markov head, and `markov_rank` is null: leave them out."
             )
-        shape, rows = tuple(previous_token_ids.shape), tuple(output.last_hidden_state.shape[:2])
-        if shape != rows:
-            raise ValueError(f"`previous_token_ids` has the shape {shape}; the block's rows are {rows}.")
+        rows = output.last_hidden_state.shape[:2]
+        check_shape("previous_token_ids", previous_token_ids, *rows, reason="one for each slot of the blocks")
         output.transition_logits, embeddings = self.markov_head(previous_token_ids)
         if enable_confidence_head and self.confidence_head is not None:
             states = (output.confidence_states, embeddings)
@@ -107,12 +112,26 @@ class DSparkTokenForward:
     Gives a [`DSparkDraftModel`] the reference's forward on token ids beside its own, for use without a trainer: after
     [`~DSparkTokenForward.initialize_embeddings_and_head`] it holds copies of the target's embedding and head, which
     are never saved with it. Stands before the draft in the list of bases.
+
+    Args:
+        config ([`DSparkConfig`]).
+        num_anchors, enable_confidence_head, confidence_head_stop_gradient: Attributes, and the defaults of
+            [`~DSparkTokenForward.forward_tokens`].
     """
 
     _keys_to_ignore_on_save = ["embed_tokens.weight", "lm_head.weight", "lm_head.bias"]
 
-    def __init__(self, config: DSparkConfig):
+    def __init__(
+        self,
+        config: DSparkConfig,
+        num_anchors: int = 512,
+        enable_confidence_head: bool = True,
+        confidence_head_stop_gradient: bool = False,
+    ):
         super().__init__(config)
+        self.num_anchors = num_anchors
+        self.enable_confidence_head = enable_confidence_head
+        self.confidence_head_stop_gradient = confidence_head_stop_gradient
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
 
@@ -141,10 +160,20 @@ class DSparkTokenForward:
         self.set_embedding_head_trainable(not freeze)
 
     def set_embedding_head_trainable(self, trainable: bool) -> None:
-        """Whether the copied embedding and head get gradients."""
+        """Whether the copied embedding and head get gradients, from [`~DSparkTokenForward.forward_tokens`]. A saved
+        draft has neither of them, so keep what they learn with `model.embed_tokens.state_dict()` and
+        `model.lm_head.state_dict()`. The trainers refuse such a draft: their loss is that of the target's own."""
         self._check_copies()
         self.embed_tokens.requires_grad_(trainable)
         self.lm_head.requires_grad_(trainable)
+
+    def save_pretrained(self, *args, **kwargs):
+        """The draft's own, without the copies; warns if these are trainable."""
+        if self.embed_tokens is not None and self.embed_tokens.weight.requires_grad:
+            logger.warning(
+                "The copies of embedding and head, which are trainable, are not saved: a draft reads its target's."
+            )
+        super().save_pretrained(*args, **kwargs)
 
     def compute_logits(self, hidden_states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
         """As [`~DSparkDraftModel.compute_logits`]; `lm_head` defaults to the copy of the target's."""
@@ -162,10 +191,16 @@ class DSparkTokenForward:
         input_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> DSparkOutput | DSparkForwardOutput:
-        """The draft's own forward, or with `input_ids` [`~DSparkTokenForward.forward_tokens`]."""
+        """The draft's own forward, or with `input_ids` [`~DSparkTokenForward.forward_tokens`]. Raises a `ValueError`
+        for both."""
         if input_ids is None:
             return super().forward(noise_embeds, context_hidden_states, *args, **kwargs)
-        return self.forward_tokens(input_ids, context_hidden_states, **kwargs)
+        if noise_embeds is not None:
+            raise ValueError(
+                "`input_ids` are rows of tokens, of which the draft makes blocks itself, and `noise_embeds` are "
+                "embedded blocks: pass one of them."
+            )
+        return self.forward_tokens(input_ids, context_hidden_states, *args, **kwargs)
 
     def forward_tokens(
         self,
@@ -175,9 +210,9 @@ class DSparkTokenForward:
         target_last_hidden_states: Tensor | None = None,
         anchor_positions: torch.LongTensor | None = None,
         block_keep_mask: Tensor | None = None,
-        num_anchors: int = 512,
-        enable_confidence_head: bool = True,
-        confidence_head_stop_gradient: bool = False,
+        num_anchors: int | None = None,
+        enable_confidence_head: bool | None = None,
+        confidence_head_stop_gradient: bool | None = None,
     ) -> DSparkForwardOutput:
         """
         The reference's training forward: blocks at random anchors, and what the objective compares them with.
@@ -190,13 +225,27 @@ class DSparkTokenForward:
                 `aligned_target_logits`.
             anchor_positions (`[B, N]` int64), block_keep_mask (`[B, N]` bool, *optional*): The anchors. Default: up to
                 `num_anchors` of each row, drawn with torch's global generator and padded to that number.
-            enable_confidence_head, confidence_head_stop_gradient: Those of [`~DSparkDraftModel.read_heads`].
+            enable_confidence_head, confidence_head_stop_gradient: Those of [`~DSparkDraftModel.read_heads`]. Like
+                `num_anchors`, by default the model's attribute.
 
         Raises:
             ValueError: if there is no embedding yet, or a shape is wrong.
         """
         self._check_copies()
-        config = self.config
+        config, (batch, length) = self.config, check_shape("input_ids", input_ids, "B", "S")
+        reason = "one row for each of `input_ids`"
+        check_shape("loss_mask", loss_mask, batch, length, reason=reason)
+        states = {"context_hidden_states": (context_hidden_states, config.features_width)}
+        if target_last_hidden_states is not None:
+            states["target_last_hidden_states"] = (target_last_hidden_states, config.hidden_size)
+        for name, (rows, width) in states.items():
+            check_shape(name, rows, batch, length, width, reason=reason)
+        if num_anchors is None:
+            num_anchors = self.num_anchors
+        if enable_confidence_head is None:
+            enable_confidence_head = self.enable_confidence_head
+        if confidence_head_stop_gradient is None:
+            confidence_head_stop_gradient = self.confidence_head_stop_gradient
         if anchor_positions is None:
             seed, rows = int(torch.randint(2**31, ())), range(len(input_ids))
             legal = legal_dspark_anchors(loss_mask)

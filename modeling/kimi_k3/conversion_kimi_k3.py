@@ -13,10 +13,15 @@ A_LOG_MULTIPLE = 128
 
 
 class StackKimiK3Experts(StackExperts):
+    """Plain experts, or FP8 ones, which a quantizer of transformers decodes before."""
+
+    forms = ((".weight_packed", ".weight_scale"), (".weight", ".weight_scale_inv"))
+
+
+class StackMxfp4Experts(StackKimiK3Experts):
     """Experts as `compressed-tensors` packs them: bytes of two codes, and biased exponents."""
 
-    codes_suffix = ".weight_packed"
-    scale_suffix = ".weight_scale"
+    codes_suffix, scale_suffix = StackKimiK3Experts.forms[0]
 
     def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         # Bytes, exact in the dtype that the loader has cast them to.
@@ -68,7 +73,7 @@ def register_kimi_k3_conversion() -> None:
                 source_patterns=r"\.block_sparse_moe\.(gate\.|experts\.|shared_experts\.|routed_expert_)",
                 target_patterns=r"\.mlp\.(gate\.|experts\.|shared_experts\.|routed_expert_)",
             ),
-            *expert_converters(StackKimiK3Experts),
+            *expert_converters(StackKimiK3Experts, StackMxfp4Experts),
             WeightConverter(r"self_attn\.A_log", target_patterns=r"self_attn\.A_log", operations=[UnpadHeads()]),
         ],
         overwrite=True,

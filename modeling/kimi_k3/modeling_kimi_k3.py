@@ -16,8 +16,12 @@ from transformers.utils.generic import maybe_autocast, merge_with_config_default
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...configuration.configuration_kimi_k3 import KIMI_DELTA_ATTENTION, KimiK3TextConfig
+from ..ops.elementwise import wide_dtype
+from ..ops.expert_products import EXPERT_PRODUCTS
 from ..ops.fp32 import KeepsFp32
+from ..ops.shapes import check_shape
 from ..target.causal_lm import CausalLMForward
+from ..target.decoded_weights import load_decoded, with_text_config
 from .conversion_kimi_k3 import register_kimi_k3_conversion
 from .kimi_delta_attention import KimiDeltaAttention, ShortConvolution
 from .kimi_k3_layers import KimiK3MLP, KimiK3RMSNorm, situ
@@ -93,7 +97,7 @@ class KimiK3Router(KeepsFp32):
         return logits, weights * config.routed_scaling_factor, experts
 
 
-@use_experts_implementation
+@use_experts_implementation(experts_interface=EXPERT_PRODUCTS)
 class KimiK3Experts(nn.Module):
     """Routed SiTU experts in the latent space; the router weight multiplies **after** the down projection, in fp32."""
 
@@ -110,12 +114,12 @@ class KimiK3Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, M]` tokens, `[T, k]` experts and fp32 weights -> `[T, M]`."""
-        output = torch.zeros_like(hidden_states, dtype=torch.float32)
+        output = torch.zeros_like(hidden_states, dtype=wide_dtype(hidden_states))
         for expert in top_k_index.unique().tolist():
             tokens, slots = torch.where(top_k_index == expert)
             gate_up = nn.functional.linear(hidden_states[tokens], self.gate_up_proj[expert])
             expert_output = nn.functional.linear(self._apply_gate(gate_up), self.down_proj[expert])
-            output.index_add_(0, tokens, expert_output.float() * top_k_weights[tokens, slots, None])
+            output.index_add_(0, tokens, expert_output.to(output.dtype) * top_k_weights[tokens, slots, None])
         return output.to(hidden_states.dtype)
 
 
@@ -257,6 +261,12 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "conv1d", "o_norm", "e_score_correction_bias"]
     _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As in transformers; `config` may be that of the multimodal checkpoint. Raises a `ValueError` for quantised
+        weights that are not decoded."""
+        return load_decoded(super().from_pretrained, *args, **with_text_config(kwargs))
+
     def _grouped_mm_can_dispatch(self) -> bool:
         """The grouped kernel wants rows of a multiple of 16 bytes; other widths run expert by expert."""
         config = self.config
@@ -330,12 +340,16 @@ class KimiK3Model(KimiK3PreTrainedModel):
             norm, and `cache`.
 
         Raises:
-            ValueError: if inputs contradict each other.
+            ValueError: if inputs contradict each other, or their shapes do not fit.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
+            check_shape("input_ids", input_ids, "B", "S")
             inputs_embeds = self.embed_tokens(input_ids)
+        batch, length, _ = check_shape("inputs_embeds", inputs_embeds, "B", "S", self.config.hidden_size)
+        if document_ids is not None:
+            check_shape("document_ids", document_ids, batch, length, reason="one for each token")
         if document_ids is not None and (cache is not None or attention_mask is not None):
             raise ValueError(
                 "`document_ids` cannot be combined with `cache` or `attention_mask`; it replaces the mask."
@@ -343,6 +357,9 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if use_cache and cache is None and document_ids is None:
             cache = DynamicCache(config=self.config)
 
+        if attention_mask is not None and attention_mask.ndim == 2:
+            past = 0 if cache is None else cache.get_seq_length()
+            check_shape("attention_mask", attention_mask, batch, past + length, reason="cached tokens are in it, too")
         mask_2d = attention_mask if document_ids is None else (document_ids > 0).long()
         causal_mask = create_causal_mask(
             config=self.config,
@@ -351,7 +368,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
             cache=cache,
             and_mask_function=None if document_ids is None else packed_sequence_mask_function(document_ids),
         )
-        document_rows, padding_mask = self._document_rows(document_ids, attention_mask, inputs_embeds.shape[1], cache)
+        document_rows, padding_mask = self._document_rows(document_ids, attention_mask, length, cache)
 
         hidden_states, blocks = inputs_embeds, None
         for layer in self.layers:

@@ -12,6 +12,7 @@ from ..draft.block_visibility import BlockPlan, last_block_mask
 from ..draft.flex_block_mask import PaddedBlockMask, padded_block_mask
 from ..draft.modeling_draft import DraftPreTrainedModel, draft_arguments
 from ..draft.visible_attention import VisibleKeys, attend_visible
+from ..ops.shapes import check_shape, check_visible
 from .kimi_k3_layers import KimiK3LatentAttention, KimiK3MLP, KimiK3RMSNorm
 
 MIN_FLEX_WIDTH = 16  # FlexAttention's kernels take no narrower heads
@@ -210,16 +211,14 @@ class KimiK3DFlashDraftModel(DraftPreTrainedModel):
         self, attention_mask: Tensor | BlockMask | None, noise_embeds: Tensor, key_length: int
     ) -> dict[int | None, Tensor | BlockMask | None]:
         """By window of a layer: `[B, 1, Q, key_length]`, a `BlockMask`, or `None` where all is visible."""
-        config, query_length = self.config, noise_embeds.shape[1]
+        config, (batch, query_length, _) = self.config, noise_embeds.shape
         windows = dict.fromkeys(config.context_windows)
         is_padding_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        if isinstance(attention_mask, Tensor):
-            covered = (query_length, attention_mask.shape[1]) if is_padding_mask else tuple(attention_mask.shape[-2:])
-            if covered != (query_length, key_length):
-                raise ValueError(
-                    f"`attention_mask` covers {covered} (queries, keys); cached context, new context and block make "
-                    f"{(query_length, key_length)}."
-                )
+        reason = "cached context, new context and block are its keys"
+        if is_padding_mask:
+            check_shape("attention_mask", attention_mask, batch, key_length, reason=reason)
+        elif isinstance(attention_mask, Tensor):
+            check_visible(attention_mask, batch, query_length, key_length, reason)
         if attention_mask is None or is_padding_mask:
             hides = is_padding_mask or config.is_causal
             if attention_mask is None:

@@ -4,17 +4,21 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+PROJECTIONS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
 
 class StackExperts(ConversionOps):
     """
-    Tensors of single experts, plain or FP4, to one parameter `[experts, out, in]`, or `[experts, in, out]` where
-    `transposed`; several projections join along `out`. A subclass says how a family names and decodes FP4 weights.
+    Tensors of single experts to one parameter `[experts, out, in]`, or `[experts, in, out]` where `transposed`;
+    several projections join along `out`. A subclass says how a family names its weights, and decodes FP4 ones.
     """
 
     transposed = False
-    # Endings of the names of an FP4 weight's two parts; a plain weight's is `.weight`.
-    codes_suffix: str
-    scale_suffix: str
+    # Endings of the names of a weight's parts, in each form beside the plain one that files of the family have.
+    forms: tuple[tuple[str, ...], ...]
+    # Those of the parts that this operation takes in: a weight's, or FP4 codes', and the scales'.
+    codes_suffix = ".weight"
+    scale_suffix: str | None = None
 
     def __init__(self, *projections: str):
         self.projections = projections
@@ -26,8 +30,8 @@ class StackExperts(ConversionOps):
     @property
     def source_patterns(self) -> list[str]:
         """What a [`WeightConverter`] with this operation takes in."""
-        suffixes = dict.fromkeys((".weight", self.codes_suffix, self.scale_suffix))
-        return [self._pattern(projection, suffix) for projection in self.projections for suffix in suffixes]
+        suffixes = filter(None, (self.codes_suffix, self.scale_suffix))
+        return [self.pattern(projection, suffix) for suffix in suffixes for projection in self.projections]
 
     @torch.no_grad
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
@@ -35,11 +39,11 @@ class StackExperts(ConversionOps):
         loaded = next(iter(input_dict.values()))[0]
         stacked = torch.empty(parameter.shape, dtype=parameter.dtype, device=loaded.device)
         for part, projection in zip(self.parts(stacked), self.projections, strict=True):
-            codes, scales, plain = (
-                input_dict.pop(self._pattern(projection, suffix), [])
-                for suffix in (self.codes_suffix, self.scale_suffix, ".weight")
+            codes, scales = (
+                input_dict.pop(self.pattern(projection, suffix), [])
+                for suffix in (self.codes_suffix, self.scale_suffix)
             )
-            weights = map(self.decode, codes, scales, [parameter.dtype] * len(codes)) if scales else plain or codes
+            weights = map(self.decode, codes, scales, [parameter.dtype] * len(codes)) if scales else codes
             for expert, weight in enumerate(weights):
                 part[expert].copy_(weight)
         return {target_patterns[0]: stacked}
@@ -53,7 +57,7 @@ class StackExperts(ConversionOps):
     def reverse_op(self) -> ConversionOps:
         return UnstackExperts(self)
 
-    def _pattern(self, projection: str, suffix: str) -> str:
+    def pattern(self, projection: str, suffix: str | None = ".weight") -> str:
         return rf"\.experts.*.{projection}{suffix}"
 
 
@@ -84,14 +88,21 @@ class ExpertConverter(WeightConverter):
             self._check_complete(sources, len(model.get_parameter(layer_name)))
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
+    def reverse_transform(self) -> WeightConverter:
+        """To plain weights, whatever they were."""
+        stack = self.operations[-1]
+        plain = [stack.pattern(projection) for projection in stack.projections]
+        return self.copy(self._original_target_patterns, plain, operations=[stack.reverse_op])
+
     def _check_complete(self, sources: set[str], num_experts: int) -> None:
-        stack, prefix = self.operations[0], next(iter(sources)).rpartition(".experts.")[0]
-        is_quantized = any(not name.endswith(".weight") for name in sources)
+        stack, prefix = self.operations[-1], next(iter(sources)).rpartition(".experts.")[0]
+        found = {f".{name.rpartition('.')[2]}" for name in sources} - {".weight"}
+        form = next((form for form in stack.forms if found.intersection(form)), (".weight",))
         expected = [
             f"{prefix}.experts.{expert}.{projection}{suffix}"
             for expert in range(num_experts)
             for projection in stack.projections
-            for suffix in ((stack.codes_suffix, stack.scale_suffix) if is_quantized else (".weight",))
+            for suffix in form
         ]
         if missing := [name for name in expected if name not in sources]:
             raise ValueError(
@@ -101,14 +112,14 @@ class ExpertConverter(WeightConverter):
         if surplus := sorted(sources - set(expected)):
             raise ValueError(
                 f"The checkpoint has {len(surplus)} expert tensors too many, first `{surplus[0]}`: the config says "
-                f"{num_experts} experts, and each weight has one form, plain or FP4."
+                f"{num_experts} experts, and each weight has one form, plain, FP8 or FP4."
             )
 
 
-def expert_converters(stack: type[StackExperts]) -> list[ExpertConverter]:
-    """For the two stacked parameters of a layer's experts."""
-    operations = {"gate_up_proj": stack("w1", "w3"), "down_proj": stack("w2")}
+def expert_converters(*stacks: type[StackExperts]) -> list[ExpertConverter]:
+    """For the two stacked parameters of a layer's experts, by each of the operations."""
+    operations = [(name, stack(*names)) for stack in stacks for name, names in PROJECTIONS.items()]
     return [
         ExpertConverter(operation.source_patterns, target_patterns=rf"\.experts.{name}", operations=[operation])
-        for name, operation in operations.items()
+        for name, operation in operations
     ]

@@ -8,12 +8,14 @@ from transformers.utils.generic import maybe_autocast
 
 
 class KeepsFp32(nn.Module):
-    """Parameters and buffers named in `fp32_names`, made in fp32, stay fp32 under `.to(dtype)` and the like."""
+    """Parameters and buffers named in `fp32_names`, made in fp32, stay fp32 under `.to(dtype)` and the like, and so do
+    the parameters' gradients."""
 
     fp32_names: tuple[str, ...] = ("weight",)
 
     def _apply(self, fn: Callable, recurse: bool = True):
-        kept = [getattr(self, name) for name in self.fp32_names]
+        named = [getattr(self, name) for name in self.fp32_names]
+        kept = [*named, *(tensor.grad for tensor in named if tensor.is_leaf)]
 
         def apply(tensor: Tensor) -> Tensor:
             applied = fn(tensor)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .target_identity import is_other_revision, target_record
-from .target_shapes import shape_faults
+from .target_shapes import draft_fault, shape_faults
 
 # Drafts with the target that they were last compared with.
 _compared: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref] = weakref.WeakKeyDictionary()
@@ -45,8 +45,8 @@ def check_pair(
         revision: what the target was loaded at (a loaded model does not know); `None` leaves it out.
 
     Raises:
-        ValueError: if the target has another hidden size, depth, vocabulary, tokenizer or number of embedding rows:
-            the draft cannot work with it, or would answer in other tokens.
+        ValueError: if the draft is none, or the target has another hidden size, depth, vocabulary, tokenizer or number
+            of embedding rows: the draft cannot work with it, or would answer in other tokens.
 
     Warns:
         UserWarning: if the target fits but has other weights (another revision, where these cannot be compared) or
@@ -57,6 +57,14 @@ def check_pair(
         if mismatch.breaks:
             raise ValueError(mismatch.message)
         warnings.warn(mismatch.message, stacklevel=2)
+
+
+def check_is_draft(name: str, revision: str | None = None) -> None:
+    """Raises a `ValueError` if a directory or a repository of the Hub holds something else than a draft, before any
+    weight is loaded; it says what."""
+    settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    if (fault := draft_fault(settings, name)) is not None:
+        raise ValueError(fault)
 
 
 def compare_target(draft: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -75,9 +83,9 @@ def find_mismatches(target: PreTrainedModel, config: PreTrainedConfig, found: di
         found: [`~blockdraft.modeling.target.target_identity.target_record`] of the target, with its tokenizer where
             that is to be compared.
     """
-    record = config.target or {}
     for message in shape_faults(target, config):
         yield Mismatch("target", breaks=True, certain=True, message=message)
+    record = config.target or {}
     if _differs("tokenizer_sha256", record, found):
         message = (
             f"`tokenizer` has another vocabulary than the one of the draft's target ({record.get('name_or_path')}): "

@@ -1,18 +1,47 @@
 """Whether a target has the shapes that a draft was made for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
+def draft_fault(settings: Mapping, name: str) -> str | None:
+    """What a configuration is instead of a draft's, and what to do.
+
+    Args:
+        settings: of a `config.json`; name: the directory or repository that holds it.
+
+    Returns:
+        `None` for a draft's.
+    """
+    if {"slot_layout", "draft_schema_version"} & settings.keys():
+        return None
+    model_type, architectures = settings.get("model_type"), " ".join(settings.get("architectures") or [])
+    what = f"`draft`: {name} is no draft of this library, but"
+    layouts = {"speculators_model_type": "speculators'", "dflash_config": "z-lab's", "eagle_config": "an EAGLE head's"}
+    if layout := next((layouts[key] for key in layouts if key in settings), None):
+        return (
+            f"{what} a draft in {layout} layout ({architectures or model_type}): serve it with the software that it "
+            "is for, or train one for its target with `blockdraft train`."
+        )
+    return (
+        f"{what} a model of the type {model_type!r} ({architectures or 'no architecture named'}). If it is the "
+        "target, pass it as `target`, and as `draft` the output folder of `blockdraft train`; the draft inside of a "
+        "DeepSeek V4.1 checkpoint is taken out with `blockdraft import`."
+    )
+
+
 def shape_faults(target: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Why a draft cannot work with a target, whatever its weights: an adapter that puts virtual tokens in front of the
-    prompt, no LM head, another hidden size, depth, vocabulary or number of embedding rows.
+    """Why a draft cannot work with a target, whatever its weights: it is none, an adapter puts virtual tokens in front
+    of the prompt, no LM head, another hidden size, depth, vocabulary or number of embedding rows.
 
     Args:
         target: the loaded target, under PEFT's wrapper or not; block tokens go through its embedding and its head.
         config: the draft's.
     """
+    if not hasattr(config, "slot_layout"):
+        yield draft_fault(config.to_dict(), config.name_or_path or type(config).__name__)
+        return
     record, model = config.target or {}, target.get_base_model() if hasattr(target, "get_base_model") else target
     text_config, architecture = model.config.get_text_config(decoder=True), type(model).__name__
     if any(adapter.is_prompt_learning for adapter in getattr(target, "peft_config", {}).values()):

@@ -27,7 +27,7 @@ def test_builder_equals_the_reference(golden):
     nested, model_type = expected.pop("dflash_config"), expected.pop("model_type")
     assert {name: built[name] for name in expected} == expected
     assert built["dflash_config"].items() >= nested.items() and model_type == "kimi_linear"
-    assert config._attn_implementation == meta["args"]["attention_backend"]
+    assert config._attn_implementation == config.attention_backend == meta["args"]["attention_backend"]
 
 
 def test_builder_reads_a_multimodal_target_and_fills_default_layers():

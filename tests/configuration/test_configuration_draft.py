@@ -1,10 +1,12 @@
 import copy
+import json
 
 import pytest
 from kimi_k3_models import TINY, tiny_config
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from blockdraft.configuration.configuration_kimi_k3_dflash import KimiK3DFlashConfig
+from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 from blockdraft.modeling.target.target_identity import target_record
 
 DENSE = {name: TINY[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
@@ -34,6 +36,7 @@ def test_defaults_of_the_block_contract():
 @pytest.mark.parametrize(
     "settings, named",
     [
+        ({"attention_backend": "flash_attention_2"}, "attention_backend"),
         ({"block_size": None}, "block_size"),
         ({"block_size": 1}, "block_size"),
         ({"mask_token_id": None}, "mask_token_id"),
@@ -106,6 +109,16 @@ def test_contradictions_of_the_two_views_are_named(settings, nested):
     (name,) = nested
     with pytest.raises(ValueError, match=f"`dflash_config.{name}`.*give one value"):
         draft_config(**settings, dflash_config=nested)
+
+
+def test_the_attention_backend_is_kept_and_used_where_nothing_else_is_asked_for(tmp_path):
+    assert draft_config().attention_backend == "sdpa"
+    KimiK3DFlashDraftModel(draft_config(attention_backend="eager")).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attention_backend"] == "eager"
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == loaded.config.attention_backend == "eager"
+    loaded = AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert (loaded.config._attn_implementation, loaded.config.attention_backend) == ("sdpa", "eager")
 
 
 def test_what_was_given_is_told_from_defaults_and_forgotten():

@@ -151,3 +151,18 @@ def check_gradients(module: torch.nn.Module, golden, output: torch.Tensor, toler
     parameters = dict(module.named_parameters())
     for name, expected in golden.group("grad").items():
         assert relative_error(parameters[name].grad, expected) < tolerance, name
+
+
+def quantize_fp8(released: dict[str, torch.Tensor], block: int = 2) -> tuple[dict[str, torch.Tensor], dict]:
+    """Matrices of the layers as FP8 with a scale for each block of rows and columns, and all tensors plain again."""
+    stored, plain = {}, {}
+    for name, tensor in released.items():
+        stored[name] = plain[name] = tensor
+        if tensor.dim() == 2 and len(tensor) > 1 and ("_proj" in name or ".experts." in name):
+            blocks = tensor.unflatten(1, (-1, block)).unflatten(0, (-1, block)).float()
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            codes = (blocks / scale).to(torch.float8_e4m3fn)
+            stored[name] = codes.flatten(2).flatten(0, 1)
+            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+            plain[name] = (codes.float() * scale).flatten(2).flatten(0, 1)
+    return stored, plain

@@ -320,6 +320,18 @@ def test_a_trainer_refuses_the_other_familys_draft_and_objective(tmp_path):
         dspark_trainer(tmp_path, ce_loss_alpha=0.0, l1_loss_alpha=0.0, confidence_head_alpha=0.0)
 
 
+def test_trainable_copies_of_embedding_and_head_are_refused(tmp_path):
+    """The trainer's loss has no gradient for them, and a saved draft does not hold them."""
+    target = v41_target()
+    draft = dspark_draft(target)
+    draft.initialize_embeddings_and_head(target.get_input_embeddings(), target.get_output_embeddings())
+    arguments = dspark_arguments(tmp_path)
+    DSparkTrainer(draft, target, arguments)
+    draft.set_embedding_head_trainable(True)
+    with pytest.raises(ValueError, match=r"`draft.set_embedding_head_trainable\(False\)`"):
+        DSparkTrainer(draft, target, arguments)
+
+
 def test_settings_without_effect_are_named(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="blockdraft"):
         dspark_trainer(tmp_path, prefix_weight_base=0.5, ce_loss_alpha=0.2)

@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": "Find out what lowers a draft's acceptance.",
     "generate": "Answer one prompt.",
     "export": "Write a DSpark draft as the `mtp.*` tensors of a DeepSeek V4.1 checkpoint.",
+    "import": "Take the DSpark draft out of a DeepSeek V4.1 checkpoint.",
     "push": "Publish a saved draft on the Hub.",
 }
 # Libraries that read configurations, weights and data, by the names that users give.

@@ -12,6 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ...hub_cards.repository_files import code_files
 from ...modeling.families import FAMILIES, DraftFamily
+from ...modeling.target.target_shapes import draft_fault
 from ..evaluation.report_folder import REPORT_NAME
 from ..loading import check_draft
 from .findings import Check, Finding, fault, ok, skipped
@@ -61,7 +62,8 @@ def _read_settings(folder: Path) -> tuple[dict, DraftFamily]:
     except ValueError as error:
         raise ValueError(f"`draft`: {path} holds no settings: {error}. Save the draft again.") from error
     if (model_type := str(stored.get("model_type"))) not in families:
-        raise ValueError(f"`draft`: {path} has the `model_type` {model_type!r}; a draft has {', '.join(families)}.")
+        known = f"`draft`: {path} has the `model_type` {model_type!r}; a draft has {', '.join(families)}."
+        raise ValueError(draft_fault(stored, str(folder)) or known)
     objects = {"auto_map", "target", "objective", "training", families[model_type].config.engine_view_key}
     for name in objects & stored.keys():
         if not isinstance(stored[name], dict | None):

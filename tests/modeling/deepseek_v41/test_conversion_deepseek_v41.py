@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockdraft.configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from blockdraft.modeling.deepseek_v41.conversion_deepseek_v41 import native_name, released_name
@@ -209,6 +209,24 @@ def test_quantised_weights_are_decoded_on_load(model, tmp_path, shards, dtype):
         if is_own and dtype == torch.bfloat16:
             kept = native_name(name).endswith(FP32_PARTS) or ".compressor.w" in name
             assert tensor.dtype == (torch.float32 if kept else dtype), name
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_every_way_of_loading_gives_the_same_weights(model, tmp_path, place):
+    stored = quantised(released(model))
+    path = write(tmp_path, stored) / "config.json"
+    settings = json.loads(path.read_text())
+    if place == "inside":
+        settings["text_config"]["quantization_config"] = settings.pop("quantization_config")
+        path.write_text(json.dumps(settings))
+    expected = decoded(stored, torch.bfloat16)
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        DeepseekV41ForCausalLM.from_pretrained(tmp_path),
+        DeepseekV41ForCausalLM.from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path)),
+    ):
+        assert type(loaded) is DeepseekV41ForCausalLM and loaded.dtype == torch.bfloat16
+        assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in released(loaded).items())
 
 
 def test_what_is_saved_has_released_names_and_loads_again(model, tmp_path):

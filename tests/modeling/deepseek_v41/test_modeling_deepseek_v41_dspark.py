@@ -1,6 +1,7 @@
 """The DSpark draft against the reference numbers, its own cache, and what precision and training do to it."""
 
 import json
+import logging
 import re
 
 import pytest
@@ -384,7 +385,8 @@ def test_a_model_on_the_meta_device_is_initialised_where_asked():
     assert draft(**dspark_inputs(draft)).last_hidden_state.isfinite().all()
 
 
-def test_copies_of_the_targets_embedding_and_head(tmp_path):
+def test_copies_of_the_targets_embedding_and_head(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     draft, table, head = tiny_dspark(), nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
     assert draft.get_input_embeddings() is None and draft.get_output_embeddings() is None
     draft.initialize_embeddings_and_head(table, head)
@@ -397,6 +399,11 @@ def test_copies_of_the_targets_embedding_and_head(tmp_path):
     hidden = torch.randn(1, 4, 32)
     torch.testing.assert_close(draft.compute_logits(hidden), head(hidden))
     draft.save_pretrained(tmp_path)
+    assert "trainable, are not saved" in caplog.text
+    caplog.clear()
+    draft.set_embedding_head_trainable(False)
+    draft.save_pretrained(tmp_path)
+    assert "not saved" not in caplog.text
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = set(file.keys())
     assert names == set(draft.state_dict()) - {"embed_tokens.weight", "lm_head.weight"}
@@ -414,6 +421,53 @@ def test_anchors_are_drawn_where_none_are_given():
     assert output.block_keep_mask.tolist() == [[True] * 3 + [False] * 2, [False] * 5]
     assert output.eval_mask[0].sum(-1).tolist() == [3, 2, 1, 0, 0] and not output.eval_mask[1].any()
     assert output.target_ids[0, 0].tolist() == ids[0, 5:9].tolist() and output.draft_logits.isfinite().all()
+
+
+def test_the_references_attributes_are_the_defaults_of_its_forward(tmp_path):
+    settings = {"num_anchors": 3, "enable_confidence_head": False, "confidence_head_stop_gradient": True}
+    draft = DeepseekV41DSparkModel(tiny_dspark().config, **settings)
+    assert {name: getattr(draft, name) for name in settings} == settings
+    assert draft.layers is draft.mtp and draft.mtp[0].mlp is draft.mtp[0].ffn
+    assert draft.moe_config.n_routed_experts == draft.config.n_routed_experts
+    assert draft.target_layer_ids == draft.config.target_layer_ids
+    draft.initialize_embeddings_and_head(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
+    inputs = {"input_ids": torch.randint(60, (2, 10)), "loss_mask": torch.ones(2, 10)}
+    inputs["target_hidden_states"] = torch.randn(2, 10, 64)
+    output = draft(**inputs)
+    assert output.draft_logits.shape == (2, 3, 4, 64) and output.confidence_pred is None
+    draft.enable_confidence_head = True
+    output = draft(**inputs)
+    output.confidence_pred.sum().backward()
+    trained = {name for name, parameter in draft.named_parameters() if parameter.grad is not None}
+    assert len(trained) == 1 and trained.pop().endswith("confidence_head.proj.weight")
+    draft.save_pretrained(tmp_path)
+    assert DeepseekV41DSparkModel.from_pretrained(tmp_path, num_anchors=7).num_anchors == 7
+
+
+def test_token_rows_and_what_belongs_to_them_have_one_length():
+    """Features, states and loss mask of another length would give other logits in silence."""
+    draft = tiny_dspark()
+    draft.initialize_embeddings_and_head(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
+    inputs = {
+        "input_ids": torch.randint(60, (2, 10)),
+        "context_hidden_states": torch.randn(2, 10, 64),
+        "loss_mask": torch.ones(2, 10),
+        "target_last_hidden_states": torch.randn(2, 10, 32),
+    }
+    draft(**inputs, num_anchors=2)
+    for name, value in inputs.items():
+        for wrong in (value[:, :9], value[:1], torch.cat([value, value], dim=1), value[0]):
+            with pytest.raises(ValueError, match=r"has the shape \[.*\], not \["):
+                draft(**inputs | {name: wrong}, num_anchors=2)
+    for name in ("context_hidden_states", "loss_mask"):
+        with pytest.raises((ValueError, TypeError), match=name):
+            draft(**{key: value for key, value in inputs.items() if key != name})
+    with pytest.raises(ValueError, match="pass one of them"):
+        draft(torch.randn(1, 4, 32), **inputs)
+    with pytest.raises(ValueError, match="`input_ids=` and `loss_mask="):  # the reference's order
+        draft(inputs["input_ids"], inputs["context_hidden_states"], inputs["loss_mask"])
+    with pytest.raises(ValueError, match="`context_hidden_states` is missing"):
+        draft(noise_embeddings=torch.randn(1, 4, 32))
 
 
 def test_loads_and_saves_again_without_the_package(tmp_path):
@@ -464,13 +518,13 @@ def test_wrong_inputs_are_refused():
     cache = DFlashCache(config=draft.config)
     wrong = {
         "`noise_embeds` holds 8": two,
-        "`noise_embeds` is 31 wide": one | {"noise_embeds": torch.randn(1, 4, 31)},
-        "`context_hidden_states` is 32 wide; `target_layer_ids`": one
+        r"`noise_embeds` has the shape \[1, 4, 31\], not \[B, Q, 32\]": one | {"noise_embeds": torch.randn(1, 4, 31)},
+        r"`context_hidden_states` has the shape \[1, 9, 32\], not \[1, A, 64\]: `target_layer_ids`": one
         | {"context_hidden_states": torch.randn(1, 9, 32)},
-        "`position_ids` covers 12": one | {"position_ids": torch.arange(12)[None]},
+        r"`position_ids` has the shape \[1, 12\], not \[1, 13\]": one | {"position_ids": torch.arange(12)[None]},
         "`position_ids` is missing": two | {"attention_mask": mask},
         "`attention_mask` has the shape": two | {"attention_mask": mask[..., :-1]},
-        "Padding has no mask": one | {"attention_mask": torch.ones(1, 13)},
+        "padding has no mask": one | {"attention_mask": torch.ones(1, 13)},
         "say the same twice": two | {"attention_mask": mask, "anchor_positions": anchors},
         "2 `anchor_positions` with `block_size` 4": one | {"anchor_positions": anchors},
         "`cache` is for one block": two | {"anchor_positions": anchors, "cache": cache},
@@ -490,6 +544,8 @@ def test_wrong_inputs_are_refused():
             assert re.search(message, str(error)), f"{message!r} in {error!r}"
         else:
             pytest.fail(f"nothing said {message!r}")
+    with pytest.raises(ValueError, match="`position_ids=`, by keyword"):  # the reference's order
+        draft(*two.values(), torch.zeros(1, 17, dtype=torch.long), mask)
     with pytest.raises(TypeError, match="anchors"):
         draft(**one, anchors=anchors)
     with pytest.raises(ValueError, match="`markov_rank` is null"):

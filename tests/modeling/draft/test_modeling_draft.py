@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from blockdraft.hub_cards import upload as publishing
+from blockdraft.modeling.draft.block_visibility import block_visibility
 from blockdraft.modeling.draft.modeling_draft import DraftPreTrainedModel
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3_dflash import KimiK3DFlashDraftModel
 
@@ -206,6 +207,33 @@ def test_the_forward_reads_nothing_back_from_the_device(name):
     assert hidden.shape == inputs["noise_embeds"].shape
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+def test_inputs_of_other_shapes_are_refused(name):
+    """Each by one dimension more or less, one row more, one column more: torch would broadcast, cut or gather."""
+    model, inputs, _ = DRAFTS[name]
+    draft = model()
+    inputs = inputs(draft, context_length=27, blocks=5, batch=2)
+    length = inputs["noise_embeds"].shape[1]
+    visible = block_visibility(ANCHORS, KEEP, 27, draft.config.block_size).dense_mask()
+    by_anchors = {"anchor_positions": ANCHORS, "block_keep_mask": KEEP, "document_ids": DOCUMENTS}
+    by_mask = {"attention_mask": visible, "position_ids": torch.zeros(2, 27 + length, dtype=torch.long)}
+    for given in (by_anchors, by_mask):
+        draft(**inputs, **given)
+        for key, value in (inputs | given).items():
+            if key == "position_ids" and name != "dspark":
+                continue
+            for wrong in (value[..., :-1], value[:, :-1], torch.cat([value, value[:1]]), value[0], value[None]):
+                with pytest.raises(ValueError, match=r"has the shape \[.*\], not \[|4D `attention_mask`"):
+                    draft(**inputs | given | {key: wrong})
+    for dtype in (torch.int64, torch.uint8):
+        with pytest.raises(ValueError, match="make it bool"):
+            draft(**inputs, **by_mask | {"attention_mask": visible.to(dtype)})
+    one = {key: value[:, : draft.config.block_size] for key, value in inputs.items()}
+    for order in ((None, visible, one["noise_embeds"]), (by_mask["position_ids"], visible, one["noise_embeds"])):
+        with pytest.raises(ValueError, match="by keyword, `noise_embeds=`"):  # the reference's order
+            draft(*order, inputs["context_hidden_states"])
+
+
 def test_faults_are_named():
     draft, inputs = make("k3")
     wrong = {
@@ -224,7 +252,9 @@ def test_faults_are_named():
         "`cache` is for one block": {"block_plan": plan, "use_cache": True},
         "is for 26 context rows": {"block_plan": draft.plan_blocks(ANCHORS, KEEP, 26)},
         "make 16": {"block_plan": draft.plan_blocks(ANCHORS[:, 1:], None, 27)},
-        "are of 1 rows": {"block_plan": draft.plan_blocks(ANCHORS[:1], None, 27)},
+        r"`anchor_positions` has the shape \[1, 5\], not \[2, N\]": {
+            "block_plan": draft.plan_blocks(ANCHORS[:1], None, 27)
+        },
     }.items():
         with pytest.raises(ValueError, match=message):
             draft(**inputs, **given)

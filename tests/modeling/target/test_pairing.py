@@ -1,12 +1,16 @@
+import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from decoding_models import build_draft, build_target
 from tokenizers import normalizers
 
-from blockdraft.modeling.target.pairing import check_pair
+from blockdraft.modeling.decoding.block_decoding import block_decode
+from blockdraft.modeling.target.pairing import check_is_draft, check_pair
 from blockdraft.modeling.target.target_identity import target_record
+from blockdraft.trainer.loading import load_draft
 
 
 @pytest.fixture
@@ -23,6 +27,43 @@ def test_the_recorded_target_is_accepted_in_silence(pair):
         check_pair(target, draft, revision="abc")
         check_pair(target.to(torch.bfloat16), draft)
         check_pair(target, build_draft(target))
+
+
+# What `config.json` holds of things that are given as a draft and are none, and what the message says of them.
+NO_DRAFTS = {
+    "target": ({}, "model of the type 'qwen3' .Qwen3ForCausalLM.. If it is the target, pass it as `target`"),
+    "z-lab": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}, "block_size": 16},
+        "z-lab's layout .DFlashDraftModel.",
+    ),
+    "speculators": (
+        {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "model_type": None},
+        "speculators' layout .DFlashSpeculator.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_DRAFTS)
+def test_what_is_no_draft_is_told_what_it_is(pair, kind, tmp_path):
+    """Given as a directory, on the command line or not, and as a model in memory."""
+    settings, says = NO_DRAFTS[kind]
+    target, _ = pair
+    target.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    for load in (check_is_draft, load_draft):
+        with pytest.raises(ValueError, match=f"`draft`: {tmp_path} is no draft of this library, but .*{says}"):
+            load(str(tmp_path))
+    for use in (check_pair, partial(block_decode, input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)):
+        with pytest.raises(ValueError, match="is no draft of this library, but a model of the type 'qwen3'"):
+            use(target, draft=target)
+
+
+def test_a_saved_draft_is_one(pair, tmp_path):
+    _, draft = pair
+    draft.save_pretrained(tmp_path)
+    check_is_draft(str(tmp_path))
+    assert type(load_draft(str(tmp_path))) is type(draft)
 
 
 def test_another_shape_is_an_error(pair):

@@ -182,6 +182,9 @@ def test_settings_of_another_type_are_named(admit):
             else:
                 with pytest.raises(ValueError, match=f"`{name}` is .*, not an object"):
                     patient.examine()
+        path.write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+        with pytest.raises(ValueError, match="no draft of this library, but a model of the type 'qwen3'"):
+            patient.examine()
         path.write_text(json.dumps(sound | {"model_type": "qwen3"}))
         with pytest.raises(ValueError, match="`model_type` 'qwen3'; a draft has kimi_k3_dflash"):
             patient.examine()
