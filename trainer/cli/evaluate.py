@@ -47,10 +47,14 @@ def run(target_args: TargetArguments, args: EvaluateArguments, schedule_args: Sc
     """Decodes held-out prompts with the draft, with `generate()` and with the same loop without a draft."""
     from ...hub_cards.card import CARD, add_to_card
     from ..evaluation.decoding import evaluate_decoding
-    from .opening import open_pair, open_prompts, open_schedule
+    from .opening import check_writable, open_pair, open_prompts, open_schedule
 
     if args.card and not Path(args.draft, "config.json").is_file():
         raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
+    if args.output:
+        check_writable("output", Path(args.output).parent)
+    if args.card:
+        check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision)
     prompts = open_prompts(args, tokenizer)
     schedule = open_schedule(schedule_args, target, draft, prompts[0])

@@ -1,6 +1,8 @@
 """What commands open: targets, drafts, prompts, rows to train on."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +49,12 @@ def open_prompts(args, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     rows, report = prepare_dataset(args.data, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
     print(f"data: {report}")
     return held_out_prompts(rows, args.num_prompts)
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raises a `ValueError` at the start if what a command finds cannot be written at its end."""
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"`{setting}`: {folder} is not a folder that can be written to.")
 
 
 def open_schedule(

@@ -58,6 +58,7 @@ SHARED = {
     "generate_call.py",
     "modeling_draft.py",
     "remote_code.py",
+    "rollback.py",
     "target_features.py",
     "target_shapes.py",
     "transformers_internals.py",
