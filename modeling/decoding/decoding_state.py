@@ -324,10 +324,9 @@ class CachedTarget:
             if (types := self._inputs.get(name)) is not None:
                 inputs[name] = types[:, -1:].expand(-1, n).to(self.device)
         if self._prepares_inputs_itself:
-            inputs = self._inputs | inputs
-            if "logits_to_keep" in inputs:
+            inputs = self._prepare(tokens, next_sequence_length=n, **(self._inputs | inputs))
+            if "logits_to_keep" in inputs:  # some classes set it to 1
                 inputs["logits_to_keep"] = n
-            inputs = self._prepare(tokens, next_sequence_length=n, **inputs)
         else:
             inputs["input_ids"] = tokens[:, position:].to(self.device)
         with self._stopwatch.section("target", self.device):

@@ -77,22 +77,6 @@ KIMI_LINEAR = {
 
 
 QWEN_MOE = {"shared_expert_intermediate_size": 16}
-GLM5 = MLA | {
-    "qk_rope_head_dim": 0,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "mlp_layer_types": ["dense"] * 4,
-    "index_topk": 4,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_kpool": 2,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "hc_mult": 2,
-    "hc_sinkhorn_iters": 2,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-}
 BAILING = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
@@ -102,23 +86,15 @@ BAILING = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "mlp_layer_types": ["dense"] * 4,
 }
-QWEN4 = {
-    "ple_layer_ids": [],
-    "hc_count": 2,
-    "hc_lowrank": 8,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 4,
-    "indexer_compress_ratio": 2,
-}
+# A step of one token of these does not clamp what a forward of several clamps.
+UNCLAMPED = {"time_step_min": 1e-30}
 NEMOTRON = {
     "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
     "ssm_state_size": 8,
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "n_groups": 1,
-}
+} | UNCLAMPED
 ZAMBA2 = {
     "layers_block_type": ["mamba", "hybrid"] * 2,
     "mamba_d_state": 8,
@@ -126,7 +102,7 @@ ZAMBA2 = {
     "num_key_value_heads": 4,
     "num_mem_blocks": 1,
     "adapter_rank": 8,
-}
+} | UNCLAMPED
 MAMBA1 = TOKENS | {"hidden_size": 32, "num_hidden_layers": 4, "initializer_range": 0.3}
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
 
@@ -186,17 +162,17 @@ CASES = {
     "gpt1": Case("openai-gpt", GPT, embeds=False),
 }
 
+# Experts and compressed rows are all chosen, so that no two of them tie.
+ALL = {"num_experts_per_tok": 4, "index_topk": 64}
 # Layers that cannot be cropped, or convolutions: linear attention, Mamba 2, compressed attention.
 HYBRIDS = {
-    "qwen3_next": CASES["qwen3_next"],
+    "qwen3_next": Case("qwen3_next", CASES["qwen3_next"].settings | ALL),
     "qwen3_5": Case("qwen3_5_text", LLAMA | LINEAR),
-    "qwen3_5_moe": Case("qwen3_5_moe_text", LLAMA | LINEAR | EXPERTS | QWEN_MOE),
-    "qwen4_exp": Case("qwen4_exp_text", LLAMA | LINEAR | EXPERTS | QWEN_MOE | QWEN4),
-    "kimi_linear": CASES["kimi_linear"],
+    "qwen3_5_moe": Case("qwen3_5_moe_text", LLAMA | LINEAR | EXPERTS | QWEN_MOE | ALL),
+    "kimi_linear": Case("kimi_linear", CASES["kimi_linear"].settings | ALL),
     "bailing": Case("bailing_hybrid", LLAMA | MLA | BAILING),
-    "glm5_next": Case("glm5_next_text", LLAMA | GLM5),
     "olmo_hybrid": Case("olmo_hybrid", LLAMA | LINEAR),
-    "lara_mini": Case("lara_mini", LLAMA | EXPERTS | QWEN_MOE | {"sliding_window": 6} | LINEAR),
+    "lara_mini": Case("lara_mini", LLAMA | EXPERTS | QWEN_MOE | {"sliding_window": 6} | LINEAR | ALL),
     "falcon_h1": CASES["falcon_h1"],
     "granite_hybrid": CASES["granite_hybrid"],
     "bamba": Case("bamba", LLAMA | MAMBA | {"attn_layer_indices": [1, 3]}),
@@ -204,8 +180,8 @@ HYBRIDS = {
     "zamba2": Case("zamba2", LLAMA | ZAMBA2),
     "mamba2": Case("mamba2", MAMBA1 | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
     "lfm2": CASES["lfm2"],
-    "zaya": Case("zaya", LLAMA | EXPERTS | {"router_hidden_size": 16}),
-    "deepseek_v4": CASES["deepseek_v4"],
+    "zaya": Case("zaya", LLAMA | EXPERTS | {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+    "deepseek_v4": Case("deepseek_v4", LLAMA | DEEPSEEK_V4 | ALL),
 }
 # A forward of several tokens starts their state spaces anew.
 STARTING_ANEW = {

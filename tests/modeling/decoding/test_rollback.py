@@ -21,7 +21,8 @@ from blockdraft.modeling.decoding.decoding_state import MOST_RERUN
 from blockdraft.modeling.decoding.rollback import Rollback
 from blockdraft.modeling.target.target_features import capture_features
 
-GREEDY = {"do_sample": False, "max_new_tokens": 32}
+NEW = 24
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 DETAILS = {"return_dict_in_generate": True}
 LAYERS = {"target_layer_ids": [0, 2]}
 
@@ -34,38 +35,50 @@ def holds(cache) -> int:
         return None
 
 
+def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert (a - b).abs().max() < 1e-4 * b.abs().max()
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_greedy_equals_generate(name):
-    """Rounds that reject from nothing to everything, prompts from one token on."""
+def test_tokens_and_logits_equal_those_of_generate(name):
+    """Rounds that reject from nothing to everything, a prompt shorter than a convolution. The logits are what sampling
+    draws from."""
     target = build(HYBRIDS[name])
-    for input_ids in (prompts(1)[0], prompts(1)[0][:, :1], prompts(1)[0][:, :3]):
-        expected = target.generate(input_ids, **GREEDY)
-        for draft in (
-            build_draft(target, **LAYERS),
-            partly_right_draft(target, expected, **LAYERS),
-            partly_right_draft(target, expected, fault_every=11, **LAYERS),
-            reveal(build_dspark_draft(target, **LAYERS), target, expected, fault_every=4),
-        ):
-            output = target.generate(input_ids, custom_generate=block_decode, draft=draft, **GREEDY, **DETAILS)
-            assert torch.equal(output.sequences, expected)
-            assert sum(output.accepted_lengths) == 31
-            assert holds(output.cache) in (None, expected.shape[1] - 1)
+    settings = GREEDY | DETAILS | {"output_logits": True}
+    for length in (9, 2):
+        input_ids = prompts(1)[0][:, :length]
+        expected = target.generate(input_ids, **settings)
+        answer = expected.sequences
+        untrained = build_draft(target, **LAYERS)
+        if length == 9:
+            known = partly_right_draft(target, answer, **LAYERS)
+        else:
+            known = reveal(build_dspark_draft(target, **LAYERS), target, answer, fault_every=4)
+        for draft in (untrained, known):
+            output = target.generate(input_ids, custom_generate=block_decode, draft=draft, **settings)
+            assert torch.equal(output.sequences, answer)
+            assert_close(torch.cat(output.logits), torch.cat(expected.logits))
+            assert sum(output.accepted_lengths) == NEW - 1
+            assert holds(output.cache) in (None, answer.shape[1] - 1)
     assert max(output.verified_lengths) > max(output.accepted_lengths) == 4
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "nemotron_h", "zamba2"])
 @torch.no_grad()
 def test_what_sampling_draws_from_is_what_one_forward_gives(name):
-    """The target's logits at every token that a sampled answer has, after any number of rejections."""
-    target, input_ids = build(HYBRIDS[name]), prompts(1)[0]
+    """The target's logits at every token of a sampled answer, after any number of rejections; also those of targets
+    whose steps of one token compute something else (a step in which nothing is drafted is one of these)."""
+    case = HYBRIDS[name]
+    target = build(Case(case.model_type, case.settings | {"time_step_min": 1e-3}))
+    input_ids = prompts(1)[0]
     torch.manual_seed(0)
-    settings = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 32, "output_logits": True}
+    settings = {"do_sample": True, "temperature": 1.5, "max_new_tokens": NEW, "output_logits": True}
     draft = build_dspark_draft(target, initializer_range=0.2, **LAYERS)
     output = block_decode(target, input_ids, draft=draft, **settings, **DETAILS)
-    assert 31 > len(output.accepted_lengths) and len(set(output.accepted_lengths)) > 1
+    assert NEW - 1 > len(output.accepted_lengths) and len(set(output.accepted_lengths)) > 1
     logits = target(output.sequences).logits[0, input_ids.shape[1] - 1 : -1]
-    seen = torch.cat(output.logits)
-    assert (seen - logits).abs().max() < 1e-4 * logits.abs().max()
+    several = NEW - (output.verified_lengths[-1] == 1)
+    assert_close(torch.cat(output.logits)[:several], logits[:several])
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
@@ -78,7 +91,7 @@ def test_draft_gets_each_accepted_tokens_features_once(name):
     context = torch.cat(draft.context, dim=1)
     with capture_features(target, LAYERS["target_layer_ids"]) as capture:
         target(expected)
-        torch.testing.assert_close(context, capture.features()[:, : context.shape[1]], rtol=1e-4, atol=1e-4)
+        assert_close(context, capture.features()[:, : context.shape[1]])
 
 
 def test_a_batch_is_decoded_row_by_row():
@@ -87,7 +100,7 @@ def test_a_batch_is_decoded_row_by_row():
     output = target.generate(
         **left_padded(rows), custom_generate=block_decode, draft=build_draft(target, **LAYERS), **GREEDY, **DETAILS
     )
-    assert torch.equal(output.sequences[:, -32:], torch.stack(alone))
+    assert torch.equal(output.sequences[:, -NEW:], torch.stack(alone))
 
 
 def test_angles_that_change_with_the_length():
@@ -165,7 +178,7 @@ def test_other_caches_that_cannot_be_cropped(case, settings):
 def test_a_target_that_starts_anew_is_refused_by_name(name):
     """This fails where a version of transformers hands the state to the scan: then these targets can be decoded."""
     target, input_ids = build(STARTING_ANEW[name]), prompts(1)[0]
-    with pytest.raises(ValueError, match=r"layers \['LinearAttention\w*'\] .* start anew .* without a draft"):
+    with pytest.raises(ValueError, match=r"layers \['LinearAttention.*'\] .* start anew .* without a draft"):
         block_decode(target, input_ids, draft=build_draft(target, **LAYERS), **GREEDY)
     # One or two new tokens have no round that verifies several.
     expected = target.generate(input_ids, do_sample=False, max_new_tokens=2)
