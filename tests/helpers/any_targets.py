@@ -28,7 +28,9 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2} | {
+    "mamba_chunk_size": 8
+}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5}
 
@@ -77,15 +79,6 @@ KIMI_LINEAR = {
 
 
 QWEN_MOE = {"shared_expert_intermediate_size": 16}
-BAILING = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "mlp_layer_types": ["dense"] * 4,
-}
 # A step of one token of these does not clamp what a forward of several clamps.
 UNCLAMPED = {"time_step_min": 1e-30}
 NEMOTRON = {
@@ -93,17 +86,20 @@ NEMOTRON = {
     "ssm_state_size": 8,
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
+    "chunk_size": 8,
     "n_groups": 1,
 } | UNCLAMPED
 ZAMBA2 = {
     "layers_block_type": ["mamba", "hybrid"] * 2,
     "mamba_d_state": 8,
+    "chunk_size": 8,
     "n_mamba_heads": 4,
     "num_key_value_heads": 4,
     "num_mem_blocks": 1,
     "adapter_rank": 8,
 } | UNCLAMPED
 MAMBA1 = TOKENS | {"hidden_size": 32, "num_hidden_layers": 4, "initializer_range": 0.3}
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
 
 
@@ -170,15 +166,15 @@ HYBRIDS = {
     "qwen3_5": Case("qwen3_5_text", LLAMA | LINEAR),
     "qwen3_5_moe": Case("qwen3_5_moe_text", LLAMA | LINEAR | EXPERTS | QWEN_MOE | ALL),
     "kimi_linear": Case("kimi_linear", CASES["kimi_linear"].settings | ALL),
-    "bailing": Case("bailing_hybrid", LLAMA | MLA | BAILING),
     "olmo_hybrid": Case("olmo_hybrid", LLAMA | LINEAR),
-    "lara_mini": Case("lara_mini", LLAMA | EXPERTS | QWEN_MOE | {"sliding_window": 6} | LINEAR | ALL),
     "falcon_h1": CASES["falcon_h1"],
     "granite_hybrid": CASES["granite_hybrid"],
     "bamba": Case("bamba", LLAMA | MAMBA | {"attn_layer_indices": [1, 3]}),
     "nemotron_h": Case("nemotron_h", LLAMA | NEMOTRON),
     "zamba2": Case("zamba2", LLAMA | ZAMBA2),
-    "mamba2": Case("mamba2", MAMBA1 | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
+    "mamba2": Case(
+        "mamba2", MAMBA1 | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    ),
     "lfm2": CASES["lfm2"],
     "zaya": Case("zaya", LLAMA | EXPERTS | {"num_experts_per_tok": 1, "router_hidden_size": 16}),
     "deepseek_v4": Case("deepseek_v4", LLAMA | DEEPSEEK_V4 | ALL),

@@ -21,7 +21,7 @@ from blockdraft.modeling.decoding.decoding_state import MOST_RERUN
 from blockdraft.modeling.decoding.rollback import Rollback
 from blockdraft.modeling.target.target_features import capture_features
 
-NEW = 24
+NEW = 18
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 DETAILS = {"return_dict_in_generate": True}
 LAYERS = {"target_layer_ids": [0, 2]}
@@ -49,12 +49,12 @@ def test_tokens_and_logits_equal_those_of_generate(name):
         input_ids = prompts(1)[0][:, :length]
         expected = target.generate(input_ids, **settings)
         answer = expected.sequences
-        untrained = build_draft(target, **LAYERS)
         if length == 9:
-            known = partly_right_draft(target, answer, **LAYERS)
+            drafts = [partly_right_draft(target, answer, **LAYERS)]
         else:
-            known = reveal(build_dspark_draft(target, **LAYERS), target, answer, fault_every=4)
-        for draft in (untrained, known):
+            dspark = build_dspark_draft(target, **LAYERS)
+            drafts = [build_draft(target, **LAYERS), reveal(dspark, target, answer, fault_every=4)]
+        for draft in drafts:
             output = target.generate(input_ids, custom_generate=block_decode, draft=draft, **settings)
             assert torch.equal(output.sequences, answer)
             assert_close(torch.cat(output.logits), torch.cat(expected.logits))
@@ -95,7 +95,7 @@ def test_draft_gets_each_accepted_tokens_features_once(name):
 
 
 def test_a_batch_is_decoded_row_by_row():
-    target, rows = build(HYBRIDS["qwen3_5"]), prompts(3)
+    target, rows = build(HYBRIDS["qwen3_5"]), prompts(2)
     alone = [target.generate(row, **GREEDY)[0, row.shape[1] :] for row in rows]
     output = target.generate(
         **left_padded(rows), custom_generate=block_decode, draft=build_draft(target, **LAYERS), **GREEDY, **DETAILS
@@ -144,13 +144,14 @@ def test_what_a_round_runs():
     assert len(lengths) - 3 < 1.6 * len(output.accepted_lengths)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "k3", "gemma3", "gpt2", "v41", "lfm2"])
+@pytest.mark.parametrize("name", ["k3", "gemma3", "v41", "lfm2"])
 def test_nothing_is_copied_where_crop_works(name, monkeypatch):
     monkeypatch.setattr(rollback, "contents", None)
     target, input_ids = build(CASES["lfm2"]) if name == "lfm2" else build_target(name), prompts(1)[0]
-    expected = target.generate(input_ids, **GREEDY)
+    settings = GREEDY | {"max_new_tokens": 12}
+    expected = target.generate(input_ids, **settings)
     draft = reveal(build_dspark_draft(target, **LAYERS), target, expected)
-    assert torch.equal(block_decode(target, input_ids, draft=draft, **GREEDY), expected)
+    assert torch.equal(block_decode(target, input_ids, draft=draft, **settings), expected)
 
 
 @pytest.mark.parametrize(
