@@ -6,16 +6,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list
+from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy, has_length
 from transformers.utils import logging
 
 from .evaluation.decoding import WARM_UP_TOKENS, evaluate_decoding
-
-if TYPE_CHECKING:
-    from .draft_trainer import DraftTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -30,8 +27,8 @@ def noted(note: str) -> Iterator[None]:
         raise
 
 
-def try_ending(trainer: "DraftTrainer") -> None:
-    """Raises on all ranks what would stop a run at its end: a target or rows that no evaluation can decode, a
+def try_ending(trainer: Trainer) -> None:
+    """Raises on all ranks what would stop a run of a [`DraftTrainer`] at its end: a target or rows that no evaluation can decode, a
     tokenizer that cannot be saved, an `output_dir` that cannot be written to or has no room. Random numbers and
     weights stay as they are."""
     fault = None
@@ -48,7 +45,7 @@ def try_ending(trainer: "DraftTrainer") -> None:
         raise ValueError(told)
 
 
-def _try_decoding(trainer: "DraftTrainer") -> None:
+def _try_decoding(trainer: Trainer) -> None:
     """Decodes a few tokens of a prompt of each evaluation set."""
     args, sets = trainer.args, trainer.eval_dataset
     if not args.eval_decode_prompts or sets is None:
@@ -64,7 +61,7 @@ def _try_decoding(trainer: "DraftTrainer") -> None:
             evaluate_decoding(trainer.target, trainer.draft, trainer.decoding_prompts(rows)[:1], **settings)
 
 
-def _try_saving(trainer: "DraftTrainer") -> None:
+def _try_saving(trainer: Trainer) -> None:
     """Writes a little into `output_dir`, and compares the room there with what the run will save at least."""
     args, directory = trainer.args, Path(trainer.args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -89,11 +86,11 @@ def _try_saving(trainer: "DraftTrainer") -> None:
         )
 
 
-def _trained_bytes(trainer: "DraftTrainer") -> int:
+def _trained_bytes(trainer: Trainer) -> int:
     return sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters() if weight.requires_grad)
 
 
-def _number_of_saves(trainer: "DraftTrainer") -> int:
+def _number_of_saves(trainer: Trainer) -> int:
     """How many checkpoints the run will write, estimated; 1 where it depends on what evaluation finds."""
     args = trainer.args
     if args.save_strategy == SaveStrategy.NO:
