@@ -163,6 +163,13 @@ def prepare_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
     return repo
 
 
+def prepare_pushes(api: HfApi, repo_id: str, private: bool | None) -> str:
+    """[`prepare_repository`] for pushes to come; the Hub also says now if they may not write there."""
+    repo = prepare_repository(api, repo_id, private)
+    api.auth_check(repo, write=True)  # a repository that exists is found without the right to write
+    return repo
+
+
 def _head(api: HfApi, repo: str, revision: str | None) -> ModelInfo:
     """The commit to build on, with its files."""
     try:

@@ -31,6 +31,7 @@ from .saving_trainer import SavingTrainer
 from .target_states import TargetStates
 from .training_args import DraftTrainingArguments
 from .training_log import LogWindow, TrainingLog
+from .trial import noted, try_ending
 
 logger = logging.get_logger(__name__)
 
@@ -159,6 +160,11 @@ class DraftTrainer(SavingTrainer):
             or self.is_distributed_loading_by_transformers
             or self.target.is_distributed_loading_by_transformers
         )
+
+    def train(self, *args, **kwargs):
+        """The base class's; tries before the first step what the run needs at its end, see [`try_ending`]."""
+        try_ending(self)
+        return super().train(*args, **kwargs)
 
     # ---- the objective ------------------------------------------------------------------------------------------
 
@@ -347,14 +353,16 @@ class DraftTrainer(SavingTrainer):
 
     def _decoding_metrics(self, rows) -> tuple[dict[str, float], dict]:
         """What real decoding gave, known to all ranks, and its headline for a card, known to the main one."""
-        metrics, headline, count = {}, {}, self.args.eval_decode_prompts
+        metrics, headline = {}, {}
         if self.accelerator.is_main_process:
-            rows = list(rows.take(count)) if isinstance(rows, IterableDataset) else rows
-            with served_dtype(self.draft, self.target.dtype):
+            with (
+                noted("`--eval_decode_prompts 0` evaluates without decoding."),
+                served_dtype(self.draft, self.target.dtype),
+            ):
                 report = evaluate_decoding(
                     self.target,
                     self.draft,
-                    held_out_prompts(rows, count),
+                    self.decoding_prompts(rows),
                     max_new_tokens=self.args.eval_max_new_tokens,
                     compare_with_plain=False,
                     disable_tqdm=self.args.disable_tqdm or None,
@@ -362,6 +370,11 @@ class DraftTrainer(SavingTrainer):
             metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
             headline = report.headline()
         return broadcast_object_list([metrics])[0], headline
+
+    def decoding_prompts(self, rows) -> list[list[int]]:
+        """The prompts of evaluation rows that are decoded, see [`held_out_prompts`]; of a stream the first ones."""
+        count = self.args.eval_decode_prompts
+        return held_out_prompts(list(rows.take(count)) if isinstance(rows, IterableDataset) else rows, count)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """

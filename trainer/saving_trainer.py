@@ -26,7 +26,7 @@ from transformers.utils import logging
 from ..hub_cards.background import CheckpointPublisher
 from ..hub_cards.card import write_card
 from ..hub_cards.retries import PublishError, with_retries
-from ..hub_cards.upload import prepare_repository
+from ..hub_cards.upload import prepare_pushes, prepare_repository
 from ..modeling.saving.atomic_save import sync
 from .adapters import base_draft, check_publishable, check_resumable, describe, recipe, save_adapter
 
@@ -189,16 +189,18 @@ class SavingTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Makes the repository `args.hub_model_id`, or one named as `args.output_dir`, if there is none. Raises a
-        `PublishError` if the Hub refuses; one that does not answer is warned about, as the first push tries again.
-        Raises a `ValueError` for an adapter whose base is not on the Hub, or is in that repository."""
+        `PublishError` if the Hub refuses, or will refuse pushes; one that does not answer is warned about, as the
+        first push tries again. Raises a `ValueError` for an adapter whose base is not on the Hub, or is in that
+        repository."""
         repo_id = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         if self.adapter is not None:
             check_publishable(self.adapter, repo_id)
         if not self.is_world_process_zero():
             return
         private = self.args.hub_private_repo if private is None else private
+        prepare = prepare_pushes if self.args.push_to_hub else prepare_repository  # a pull request needs no rights
         try:
-            repo_id = with_retries(partial(prepare_repository, repo_id=repo_id, private=private), repo_id, token)
+            repo_id = with_retries(partial(prepare, repo_id=repo_id, private=private), repo_id, token)
         except PublishError as error:
             if not error.temporary:
                 raise

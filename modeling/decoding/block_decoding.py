@@ -2,8 +2,8 @@
 
 One loop serves every block-parallel draft. Greedy decoding commits the target's own choices, so it equals plain greedy
 decoding up to numerical ties. Sampling follows Leviathan et al. 2023 (https://huggingface.co/papers/2211.17192,
-algorithm 1), so tokens keep the target's distribution. The target's cache needs nothing but `activate_past_recording`
-and `crop`.
+algorithm 1), so tokens keep the target's distribution. What is rejected leaves the target's cache by `crop`; layers
+that have none, or whose state forgets, are copied instead (`rollback.py`).
 
 A draft with a Markov head chooses its tokens one after the other, each biased by the one before. One with a confidence
 head says how likely each token is to be accepted; a `confidence_schedule` then cuts the block before verification.
@@ -23,7 +23,6 @@ from ..target.target_features import FeatureCapture, capture_features
 from ..target.target_shapes import shape_faults
 from .decoding_state import BlockDecodeOutput, CachedTarget, DecodedSequence, Rules, Stopwatch, device_of
 from .generate_call import DecodeOutput, Loop, enter
-from .transformers_internals import held_lengths, stuck_layers
 from .verification import match, verify
 
 
@@ -48,7 +47,8 @@ def block_decode(
     gives what its prompt alone gives, and a batch takes the sum of their times; `max_time` is that of all together.
 
     Args:
-        model: the target, any transformers causal LM whose cache can be cropped, on any devices.
+        model: the target, any transformers causal LM that keeps its whole past in a transformers cache, on any
+            devices.
         input_ids: `[batch, prompt]` int64, padded on the left.
         logits_processor: functions of prefix and scores; the draft's distribution passes them too, each slot with its
             prefix.
@@ -68,8 +68,9 @@ def block_decode(
     Raises:
         ValueError: without a draft, with an `assistant_model`, `token_healing`, `synced_gpus`, settings of another
             decoding mode or processors that count their calls, with a cache that is absent, filled or cannot be rolled
-            back, with a draft for a target of other shapes (see [`shape_faults`]), or with a `confidence_schedule` for
-            a draft without a confidence head.
+            back, with a target whose state spaces start anew in a forward of several tokens, with a draft for a target
+            of other shapes (see [`shape_faults`]), or with a `confidence_schedule` for a draft without a confidence
+            head.
     """
     if draft is None:
         raise ValueError("block_decode needs `draft`: pass it to `generate` beside `custom_generate`.")
@@ -112,9 +113,8 @@ def _decode_row(
         drafter = _Drafter(draft, target, stopwatch)
         target.cache.activate_past_recording()
         logits = target.prefill()
-        _check_rollback(target)
-        target.cache.crop(0)
         features = drafter.visible_rows(capture.features(drafter.device))
+        target.prepare_rollback(sequence)
         sequence.commit_next(logits)
 
         while not sequence.finished:
@@ -141,12 +141,14 @@ def _decode_row(
                 accepted_lengths.append(kept)
                 verified_lengths.append(1 + n)
             with stopwatch.section("rollback", target.device):
-                target.cache.crop(kept - 1 - n)
+                target.take_back(1 + n - kept, 1 + n)
             with stopwatch.section("features", target.device):
                 features = capture.features(drafter.device)
                 # The block's are the last rows: a forward may have computed those before anew.
                 start = features.shape[1] - 1 - n
                 features = features[:, start : start + kept]
+        if sequence.returns_details:
+            target.run_lacking(sequence.tokens[:, : sequence.length - 1])
 
     output = sequence.finish()
     output.accepted_lengths, output.verified_lengths = accepted_lengths, verified_lengths
@@ -155,22 +157,6 @@ def _decode_row(
         output.confidence_logits = [list(islice(values, len(row))) for row in confidence_logits]
     output.seconds, output.cache = stopwatch.seconds(), target.cache
     return output
-
-
-def _check_rollback(target: CachedTarget) -> None:
-    """Refuses a target whose filled cache cannot take rejected tokens back."""
-    if stuck := stuck_layers(target.cache):
-        raise ValueError(
-            f"block_decode takes back rejected tokens, but layers {stuck} of the target's cache keep a state without "
-            "a record of the past. Decode this target without a draft, or give it cache layers that support "
-            "`activate_past_recording` and `crop`."
-        )
-    if len(lengths := held_lengths(target.cache)) > 1:
-        raise ValueError(
-            f"block_decode takes back rejected tokens, but layers of the target's cache hold {lengths} rows: some are "
-            "of an image that cross-attention reads, not of tokens. Decode this prompt without a draft, or without "
-            "its images."
-        )
 
 
 class _Drafter:

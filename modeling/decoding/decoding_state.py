@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from .rollback import Rollback
 from .transformers_internals import inputs_after, prepares_inputs_itself, rotary_steps, take_any_prefix
 from .verification import sample
 
@@ -34,6 +35,8 @@ ROUND_PARTS = ("prefill", "target", "draft", "choose", "match", "commit", "rollb
 PREFIX_FREE_PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Model inputs with a column for each token of the prompt whose last value holds for the answer.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# So many tokens that a cache gave up cost little in front of the next block; more get a forward of their own.
+MOST_RERUN = 8
 
 
 class Rules(NamedTuple):
@@ -246,6 +249,8 @@ class CachedTarget:
         self._prepares_inputs_itself = prepares_inputs_itself(model)
         self._rotary_steps = rotary_steps(model.config, max_length)
         self.cache = row.inputs["cache"]
+        self._rollback: Rollback | None = None  # plain decoding takes nothing back
+        self._lacking = 0  # last tokens of those that ran which the cache does not hold
         # Mask and positions up to `max_length`, sliced each round. Without holes there is no mask, and a target that
         # takes no positions gets none.
         self.mask, positions = row.inputs.get("attention_mask"), row.inputs.get("position_ids")
@@ -271,7 +276,42 @@ class CachedTarget:
         self._inputs = inputs_after(self.model, output, self._inputs)
         return output.logits[:, -1]
 
+    def prepare_rollback(self, sequence: DecodedSequence) -> None:
+        """After the prefill of a sequence: gets ready to take tokens back. Raises a `ValueError` where the target
+        cannot."""
+        self._rollback = Rollback(self.cache)
+        # Of the rows of a call the first one tells; a shorter answer has no round of several tokens.
+        if sequence.row.number == 0 and sequence.max_length - sequence.length > 2:
+            tokens = torch.cat([self._prompt, self._prompt[:, -1:].expand(-1, 2)], dim=1)
+            self._rollback.check_states_are_read(lambda: self._run(tokens, self._prompt.shape[1]), n=2)
+
+    def take_back(self, rejected: int, n: int) -> None:
+        """Takes the last `rejected` tokens of the last forward's `n` back."""
+        if rejected and self._rollback.copies:
+            self._rollback.undo(self._lacking + n)
+            self._lacking += n - rejected
+        else:
+            self._rollback.keep(rejected)
+            self._lacking = 0
+
+    def run_lacking(self, tokens: torch.LongTensor) -> None:
+        """Lets the cache hold all of `tokens` `[1, L]`, of which it may lack the last ones after [`take_back`]."""
+        if self._lacking:
+            self._run(tokens, tokens.shape[1] - self._lacking)
+            self._lacking = 0
+
     def forward(self, tokens: torch.LongTensor, position: int) -> torch.Tensor:
+        """Logits `[n, vocab]` of the last n of `tokens` `[1, position + n]`, the ones that have not run yet."""
+        start, end = position - self._lacking, tokens.shape[1]
+        if self._lacking > MOST_RERUN or (self._lacking and self.longest_block(start) < end - start):
+            self.run_lacking(tokens[:, :position])
+            start = position
+        if self._rollback is not None and self._rollback.copies:
+            with self._stopwatch.section("rollback", self.device):
+                self._rollback.save()
+        return self._run(tokens, start)[position - start :]
+
+    def _run(self, tokens: torch.LongTensor, position: int) -> torch.Tensor:
         """Logits `[n, vocab]` of the last n of `tokens` `[1, position + n]`, the ones that the cache does not hold."""
         end, n = tokens.shape[1], tokens.shape[1] - position
         inputs = {"cache": self.cache, "use_cache": True}
@@ -284,10 +324,9 @@ class CachedTarget:
             if (types := self._inputs.get(name)) is not None:
                 inputs[name] = types[:, -1:].expand(-1, n).to(self.device)
         if self._prepares_inputs_itself:
-            inputs = self._inputs | inputs
-            if "logits_to_keep" in inputs:
+            inputs = self._prepare(tokens, next_sequence_length=n, **(self._inputs | inputs))
+            if "logits_to_keep" in inputs:  # some classes set it to 1
                 inputs["logits_to_keep"] = n
-            inputs = self._prepare(tokens, next_sequence_length=n, **inputs)
         else:
             inputs["input_ids"] = tokens[:, position:].to(self.device)
         with self._stopwatch.section("target", self.device):

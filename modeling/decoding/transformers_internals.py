@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import transformers
+from torch import nn
 from transformers import (
     Cache,
     DynamicCache,
@@ -20,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, QuantizedLayer
 from transformers.utils import ModelOutput
 
 TESTED_VERSION = "5.24"
@@ -160,22 +162,76 @@ def rotary_steps(config: PreTrainedConfig, max_length: int) -> list[int]:
 def holds_tokens(cache: Cache) -> bool:
     """Whether a cache has seen tokens, also one without any attention layer, which has no length."""
     with relies_on("LinearAttentionCacheLayerMixin.has_previous_state"):
-        if all(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        if all(is_linear(layer) for layer in cache.layers):
             return any(any(layer.has_previous_state.values()) for layer in cache.layers)
     return cache.get_seq_length() > 0
 
 
-def stuck_layers(cache: Cache) -> list[str]:
-    """Class names of the layers of a cache that cannot take tokens back, known only after the first forward: some
-    layers learn in it what they hold. A layer class of a model's own that has no `crop` of its own is one of them,
-    whatever it inherits: the inherited one leaves what it keeps beside keys and values."""
+def stuck_layers(cache: Cache) -> list[CacheLayerMixin | LinearAttentionCacheLayerMixin]:
+    """The layers of a cache that cannot take tokens back, known only after the first forward: some layers learn in it
+    what they hold. A layer class of a model's own that has no `crop` of its own is one of them, whatever it inherits:
+    the inherited one leaves what it keeps beside keys and values."""
 
     def takes_back(layer) -> bool:
-        known = type(layer).__module__ == DynamicCache.__module__ or "crop" in vars(type(layer))
-        return known and layer.is_croppable
+        return (_is_known(layer) or "crop" in vars(type(layer))) and layer.is_croppable
 
     with relies_on("CacheLayerMixin.is_croppable"):
-        return sorted({type(layer).__name__ for layer in cache.layers if not takes_back(layer)})
+        return [layer for layer in cache.layers if not takes_back(layer)]
+
+
+def _is_known(layer) -> bool:
+    return type(layer).__module__ == DynamicCache.__module__
+
+
+def is_linear(layer) -> bool:
+    """Whether a cache layer is of linear attention or a state space, alone or beside attention."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def cannot_be_copied(layer) -> bool:
+    """Whether a copy of a filled cache layer does not bring back what it was: it has no state, so its module must have
+    it, or it rounds tokens at moments that depend on how many come at once."""
+    with relies_on("LinearAttentionCacheLayerMixin.has_previous_state"):
+        is_empty = is_linear(layer) and not any(layer.has_previous_state.values())
+    return is_empty or isinstance(layer, QuantizedLayer)
+
+
+def stop_recording(layer) -> None:
+    """Ends what `activate_past_recording` began, in a cache layer that has just been cropped: its convolution states
+    have their full width again, which a recording layer gives up where a prompt is shorter."""
+    if is_linear(layer):
+        with relies_on("LinearAttentionCacheLayerMixin.conv_states"):
+            for i, states in layer.conv_states.items():
+                if states is not None:
+                    missing = layer.conv_kernel_size[i] - states.shape[-1]
+                    layer.conv_states[i] = nn.functional.pad(states, (missing, 0))
+    if "record_past" in vars(layer):
+        layer.record_past = False
+
+
+def contents(layer) -> dict[str, Any]:
+    """A copy of what a cache layer holds. Tensors are copied, since a forward may write into them; but not keys and
+    values of transformers' growing layers, which a forward replaces."""
+    replaced = ("keys", "values") if _is_known(layer) and isinstance(layer, DynamicLayer) else ()
+    return {name: value if name in replaced else _copied(value) for name, value in vars(layer).items()}
+
+
+def _copied(value):
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def clear_state(layer) -> None:
+    """Sets the recurrent states of a linear cache layer to zero."""
+    with relies_on("LinearAttentionCacheLayerMixin.recurrent_states"):
+        for states in layer.recurrent_states.values():
+            if states is not None:
+                states.zero_()
 
 
 def held_lengths(cache: Cache) -> list[int]:

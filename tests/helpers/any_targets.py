@@ -28,7 +28,9 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2} | {
+    "mamba_chunk_size": 8
+}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5}
 
@@ -76,6 +78,31 @@ KIMI_LINEAR = {
 }
 
 
+QWEN_MOE = {"shared_expert_intermediate_size": 16}
+# A step of one token of these does not clamp what a forward of several clamps.
+UNCLAMPED = {"time_step_min": 1e-30}
+NEMOTRON = {
+    "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "chunk_size": 8,
+    "n_groups": 1,
+} | UNCLAMPED
+ZAMBA2 = {
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "mamba_d_state": 8,
+    "chunk_size": 8,
+    "n_mamba_heads": 4,
+    "num_key_value_heads": 4,
+    "num_mem_blocks": 1,
+    "adapter_rank": 8,
+} | UNCLAMPED
+MAMBA1 = TOKENS | {"hidden_size": 32, "num_hidden_layers": 4, "initializer_range": 0.3}
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+
+
 @dataclass(frozen=True)
 class Case:
     """An architecture; `takes_back` where its cache takes rejected tokens back, `embeds` where its first layer reads
@@ -114,24 +141,52 @@ CASES = {
     "inkling": Case("inkling_text", LLAMA | INKLING),
     # several versions of each state
     "gemma3n": Case("gemma3n_text", LLAMA | SLIDING | GEMMA3N),
-    "deepseek_v4": Case("deepseek_v4", LLAMA | DEEPSEEK_V4, False),
+    "deepseek_v4": Case("deepseek_v4", LLAMA | DEEPSEEK_V4),
     # hybrids and recurrences
     "lfm2": Case("lfm2", LLAMA | {"layer_types": ["conv", "full_attention"] * 2}),
-    "qwen3_next": Case("qwen3_next", LLAMA | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}, False),
-    "kimi_linear": Case("kimi_linear", LLAMA | MLA | KIMI_LINEAR, False),
+    "qwen3_next": Case("qwen3_next", LLAMA | LINEAR | EXPERTS | QWEN_MOE),
+    "kimi_linear": Case("kimi_linear", LLAMA | MLA | KIMI_LINEAR),
     "falcon_h1": Case(
         "falcon_h1",
         LLAMA | MAMBA | {"mamba_d_ssm": 64} | {"lm_head_multiplier": 0.5, "embedding_multiplier": 3.0},
-        False,
     ),
-    "granite_hybrid": Case(
-        "granitemoehybrid", LLAMA | MAMBA | GRANITE | {"layer_types": ["mamba", "attention"] * 2}, False
-    ),
+    "granite_hybrid": Case("granitemoehybrid", LLAMA | MAMBA | GRANITE | {"layer_types": ["mamba", "attention"] * 2}),
     "recurrent_gemma": Case("recurrent_gemma", LLAMA | {"logits_soft_cap": 3.0, "lru_width": 32}, False),
     "mamba": Case("mamba", TOKENS | {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}, False),
     "gemma4": Case("gemma4_text", LLAMA | SLIDING | {"global_head_dim": 8, "hidden_size_per_layer_input": 0}),
     "rwkv": Case("rwkv", TOKENS | {"hidden_size": 32, "num_hidden_layers": 4}, False),
     "gpt1": Case("openai-gpt", GPT, embeds=False),
+}
+
+# Experts and compressed rows are all chosen, so that no two of them tie.
+ALL = {"num_experts_per_tok": 4, "index_topk": 64}
+# Layers that cannot be cropped, or convolutions: linear attention, Mamba 2, compressed attention.
+HYBRIDS = {
+    "qwen3_next": Case("qwen3_next", CASES["qwen3_next"].settings | ALL),
+    "qwen3_5": Case("qwen3_5_text", LLAMA | LINEAR),
+    "qwen3_5_moe": Case("qwen3_5_moe_text", LLAMA | LINEAR | EXPERTS | QWEN_MOE | ALL),
+    "kimi_linear": Case("kimi_linear", CASES["kimi_linear"].settings | ALL),
+    "olmo_hybrid": Case("olmo_hybrid", LLAMA | LINEAR),
+    "falcon_h1": CASES["falcon_h1"],
+    "granite_hybrid": CASES["granite_hybrid"],
+    "bamba": Case("bamba", LLAMA | MAMBA | {"attn_layer_indices": [1, 3]}),
+    "nemotron_h": Case("nemotron_h", LLAMA | NEMOTRON),
+    "zamba2": Case("zamba2", LLAMA | ZAMBA2),
+    "mamba2": Case(
+        "mamba2", MAMBA1 | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    ),
+    "lfm2": CASES["lfm2"],
+    "zaya": Case("zaya", LLAMA | EXPERTS | {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+    "deepseek_v4": Case("deepseek_v4", LLAMA | DEEPSEEK_V4 | ALL),
+}
+# A forward of several tokens starts their state spaces anew.
+STARTING_ANEW = {
+    "mamba": CASES["mamba"],
+    "falcon_mamba": Case("falcon_mamba", MAMBA1 | {"state_size": 8}),
+    "jamba": Case("jamba", LLAMA | JAMBA),
+    "zamba": Case(
+        "zamba", LLAMA | {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "num_key_value_heads": 4}
+    ),
 }
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}

@@ -274,6 +274,10 @@ class Handler(BaseHTTPRequestHandler):
                     entries[name]["lfs"] = {"oid": file.oid, "size": len(file.content), "pointerSize": 130}
         return self._answer([entry for _, entry in sorted(entries.items())])
 
+    def auth_check(self, repo_id: str):
+        self._own_repo(repo_id)
+        return self._answer({})
+
     def refs(self, repo_id: str):
         named = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
                  for name, oid in self._repo(repo_id).refs.items() if not name.startswith("refs/")]  # fmt: skip
@@ -404,6 +408,7 @@ ROUTES = [
     (rf"GET {MODEL}/tree/([^/]+)", Handler.tree),
     (rf"GET {MODEL}/tree/([^/]+)/(.+)", Handler.tree),
     (rf"GET {MODEL}/refs", Handler.refs),
+    (rf"GET {MODEL}/auth-check/write", Handler.auth_check),
     (rf"POST {MODEL}/branch/([^/]+)", Handler.branch),
     (rf"POST {MODEL}/preupload/([^/]+)", Handler.preupload),
     (rf"POST {MODEL}/commit/([^/]+)", Handler.commit),

@@ -12,8 +12,8 @@ import torch
 from draft_models import draft_inputs
 from draft_trainers import make_trainer, weights
 from hub_runs import EVERY_SAVE, REPO, WaitForPush, assert_on_the_hub, pushed_weights
-from hub_server import EXPIRED_TOKEN, TOKEN, Fault
-from huggingface_hub import ModelCard
+from hub_server import EXPIRED_TOKEN, READ_TOKEN, TOKEN, Fault
+from huggingface_hub import HfApi, ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -252,6 +252,15 @@ def test_a_refusal_at_the_start_is_an_error(hub, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="`hub_token`.*hf auth login.*HF_TOKEN") as caught:
         DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True, push_to_hub=True, hub_token=TOKEN)
     assert TOKEN not in str(caught.value)
+
+
+def test_a_repository_without_the_right_to_write_is_an_error_at_the_start(hub, tmp_path, monkeypatch):
+    """It exists and can be read: making it finds no fault."""
+    HfApi().create_repo(REPO)
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    with pytest.raises(PublishError, match="no right to write.*write access"):
+        make_trainer(tmp_path, **EVERY_SAVE)
+    assert make_trainer(tmp_path, hub_model_id=REPO).push_to_hub(create_pr=True).pr_num == 1  # anybody may ask
 
 
 def test_other_processes_push_nothing(hub, tmp_path, monkeypatch):

@@ -47,10 +47,11 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
 
     from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
     from ..evaluation.report_folder import write_calibration
-    from .opening import open_pair, open_prompts
+    from .opening import check_writable, open_pair, open_prompts
 
     if not Path(args.draft).is_dir():
         raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is rewritten.")
+    check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, dtype=args.draft_dtype)
     fit, test = split_prompts(open_prompts(args, tokenizer))
     set_seed(sampling_args.seed)

@@ -46,8 +46,10 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
     from ..diagnostics.findings import FAULT, findings_text
     from ..diagnostics.static_checks import check_provenance
     from ..loading import load_draft
-    from .opening import open_prompts, open_target, target_commit
+    from .opening import check_writable, open_prompts, open_target, target_commit
 
+    if args.output:
+        check_writable("output", Path(args.output).parent)
     draft = draft_folder(args.draft, args.draft_revision)
     target, tokenizer = open_target(target_args)
     if is_adapter(str(draft)):

@@ -78,10 +78,14 @@ def run(
 
     from ...hub_cards.card import CARD, add_to_card
     from ..evaluation.decoding import evaluate_decoding, served_block_size
-    from .opening import open_pair, open_prompts, open_schedule
+    from .opening import check_writable, open_pair, open_prompts, open_schedule
 
     if args.card and not Path(args.draft, "config.json").is_file():
         raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
+    if args.output:
+        check_writable("output", Path(args.output).parent)
+    if args.card:
+        check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision, args.draft_dtype)
     prompts = open_prompts(args, tokenizer)
     set_seed(sampling_args.seed)

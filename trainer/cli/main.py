@@ -50,7 +50,8 @@ def _main(argv: list[str] | None) -> int:
     except Exception as error:
         if os.environ.get("BLOCKDRAFT_DEBUG") or not is_wrong_input(error):
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        message = " ".join([str(error), *getattr(error, "__notes__", [])])
+        print("error:", " ".join(message.split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted {interrupt}; the same command resumes from there.", file=sys.stderr)

@@ -1,6 +1,8 @@
 """What commands open: targets, drafts, prompts, rows to train on."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +53,12 @@ def open_prompts(args, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     prompts, report = read_prompts(args.data, tokenizer, args.num_prompts, args.max_length, args.template_kwargs)
     print(f"data: {report}")
     return prompts
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raises a `ValueError` at the start if what a command finds cannot be written at its end."""
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"`{setting}`: {folder} is not a folder that can be written to.")
 
 
 def open_schedule(

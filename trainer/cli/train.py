@@ -130,11 +130,12 @@ def run(
     from ..data.provenance import answers_of
     from ..data.rows import hub_datasets
     from ..draft_trainer import HELD_OUT
-    from ..evaluation.decoding import evaluate_decoding, held_out_prompts, served_dtype
+    from ..evaluation.decoding import evaluate_decoding, served_dtype
     from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
     from ..loading import check_shape, load_draft, new_draft, new_trainer
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
+    from ..trial import noted
     from .opening import open_target, open_training_rows, target_commit
 
     lora, shape = lora_args.lora_config(), draft_args.shape()
@@ -175,9 +176,15 @@ def run(
                 trainer.publisher.publish(args.output_dir, commit_message="Model save")
     else:
         train_draft(trainer, run_args.overwrite_output_dir)
+        if args.eval_decode_prompts:
+            trainer.save_model(_internal_call=True)  # whatever becomes of the measurement
         if args.eval_decode_prompts and trainer.is_world_process_zero():
-            prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
-            with served_dtype(trainer.draft, target.dtype):
+            note = (
+                f"The draft is saved in {args.output_dir}, without figures; the same command measures again, and with "
+                "`--eval_decode_prompts 0` ends the run without."
+            )
+            with noted(note), served_dtype(trainer.draft, target.dtype):
+                prompts = trainer.decoding_prompts(eval_set)
                 report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
             trainer.record_decoding({HELD_OUT: report.headline()})
             print(report.table())

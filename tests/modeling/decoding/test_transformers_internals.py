@@ -17,7 +17,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StaticCache,
 )
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -186,13 +186,65 @@ def test_is_croppable(monkeypatch):
             pass
 
     assert internals.stuck_layers(filled(DynamicLayer(), OwnWithCrop())) == []
-    assert internals.stuck_layers(filled(DynamicLayer(), Own(), Own())) == ["Own"]
-    monkeypatch.setattr(KimiDeltaAttentionCacheLayer, "is_croppable", False)
-    assert internals.stuck_layers(DynamicCache(config=build_target("k3").config)) == ["KimiDeltaAttentionCacheLayer"]
+    own = [Own(), Own()]
+    assert internals.stuck_layers(filled(DynamicLayer(), *own)) == own
+    cache = DynamicCache(config=build_target("k3").config)
+    kda = [layer for layer in cache.layers if type(layer) is KimiDeltaAttentionCacheLayer]
+    assert internals.stuck_layers(cache) == kda != []
+    cache.activate_past_recording()
+    assert internals.stuck_layers(cache) == []
     monkeypatch.delattr(DynamicLayer, "is_croppable")
     monkeypatch.delattr(DynamicLayer.__mro__[1], "is_croppable")
     with changed("CacheLayerMixin.is_croppable"):
         internals.stuck_layers(filled(DynamicLayer()))
+
+
+def linear_layer() -> LinearAttentionLayer:
+    """That has seen two tokens while it recorded."""
+    layer = LinearAttentionLayer()
+    layer.activate_past_recording()
+    layer.update_conv_state(torch.ones(1, 3, 2), conv_kernel_size=4)
+    layer.update_recurrent_state(torch.ones(1, 2, 2))
+    return layer
+
+
+def test_conv_states():
+    layer = linear_layer()
+    internals.stop_recording(layer)
+    assert layer.conv_states[0][0, 0].tolist() == [0, 0, 1, 1] and not layer.record_past
+    layer.update_conv_state(torch.ones(1, 3, 1))  # in place, at its width
+    assert layer.conv_states[0][0, 0].tolist() == [0, 1, 1, 1]
+    del layer.conv_states
+    with changed("LinearAttentionCacheLayerMixin.conv_states"):
+        internals.stop_recording(layer)
+
+
+def test_recurrent_states():
+    layer = linear_layer()
+    held = internals.contents(layer)
+    internals.clear_state(layer)
+    assert not layer.recurrent_states[0].any() and held["recurrent_states"][0].all()
+    assert not internals.cannot_be_copied(layer) and internals.cannot_be_copied(LinearAttentionLayer())
+    del layer.recurrent_states
+    with changed("LinearAttentionCacheLayerMixin.recurrent_states"):
+        internals.clear_state(layer)
+
+
+def test_contents_of_a_layer():
+    """Whatever it keeps them in; keys and values that are replaced, and never written to, are not copied."""
+
+    class Own(DynamicLayer):
+        pass
+
+    layer, own = DynamicLayer(), Own()
+    filled(layer, own)
+    assert internals.contents(layer)["keys"] is layer.keys
+    own.nested = {"a": [torch.zeros(2)], "b": (torch.zeros(2), 3)}
+    held = internals.contents(own)
+    for tensor in (own.keys, own.nested["a"][0], own.nested["b"][0]):
+        tensor.fill_(7)
+    assert held["keys"].eq(1).all() and held["nested"]["b"][1] == 3
+    assert not held["nested"]["a"][0].any() and not held["nested"]["b"][0].any()
 
 
 def test_is_initialized():

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from cli_runs import SHAPES, TINY_TRAINING
 
+from blockdraft.modeling.decoding import rollback
 from blockdraft.modeling.kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3Model
 from blockdraft.trainer.cli.arguments import DataArguments
 from blockdraft.trainer.cli.main import main
@@ -52,11 +53,42 @@ def test_a_run_that_ended_in_its_last_evaluation_is_finished_by_the_next(config_
             patch.setattr("blockdraft.trainer.evaluation.decoding.evaluate_decoding", interrupt)
             assert main([*command, *more]) == 130
         capsys.readouterr()
+        saved = {"config.json", "model.safetensors", "README.md", "tokenizer.json"}
+        assert saved <= {path.name for path in tmp_path.iterdir()}
         assert main([*command, *more[:2]]) == 0
         assert f"{tmp_path / 'checkpoint-2'} has all of the 2 steps." in capsys.readouterr().out
         weights.add((tmp_path / "model.safetensors").read_bytes())
         assert (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes() in weights
     assert len(weights) == 2
+
+
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="session", indirect=True)
+def test_what_ends_the_last_evaluation_leaves_the_draft(config_file, tmp_path, monkeypatch):
+    command = ["train", str(config_file), "--output_dir", str(tmp_path)]
+
+    def fail(*args, **kwargs):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("blockdraft.trainer.evaluation.decoding.evaluate_decoding", fail)
+        with pytest.raises(MemoryError, match=r"no memory[\s\S]*saved in [\s\S]*`--eval_decode_prompts 0`"):
+            main(command)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    assert main([*command, "--eval_decode_prompts", "0"]) == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+    assert "held-out prompts |" not in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="session", indirect=True)
+def test_what_cannot_be_decoded_is_told_before_the_first_step(config_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rollback, "stuck_layers", lambda cache: cache.layers)
+    monkeypatch.setattr(rollback, "cannot_be_copied", lambda layer: True)
+    command = ["train", str(config_file), "--output_dir", str(tmp_path)]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "neither `crop` nor a copy" in error and "`--eval_decode_prompts 0` trains without it" in error
+    assert not list(tmp_path.iterdir())
+    assert main([*command, "--eval_decode_prompts", "0"]) == 0
 
 
 def test_the_same_command_resumes(own_run, capsys):

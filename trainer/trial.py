@@ -1,0 +1,110 @@
+"""What a run needs at its end, tried before its first step: real decoding, and a place for what is saved."""
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.utils import logging
+
+from .evaluation.decoding import WARM_UP_TOKENS, evaluate_decoding
+
+logger = logging.get_logger(__name__)
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Adds a note to whatever error leaves the context."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def try_ending(trainer: Trainer) -> None:
+    """Raises on all ranks what would stop a run of a [`DraftTrainer`] at its end: a target or rows that no evaluation
+    can decode, a tokenizer that cannot be saved, an `output_dir` that cannot be written to or has no room. Random
+    numbers and weights stay as they are."""
+    fault = None
+    if trainer.accelerator.is_main_process:
+        try:
+            _try_saving(trainer)
+            _try_decoding(trainer)
+        except Exception as error:
+            fault = error
+    [told] = broadcast_object_list([fault and str(fault)])
+    if fault is not None:
+        raise fault
+    if told is not None:
+        raise ValueError(told)
+
+
+def _try_decoding(trainer: Trainer) -> None:
+    """Decodes a few tokens of a prompt of each evaluation set."""
+    args, sets = trainer.args, trainer.eval_dataset
+    if not args.eval_decode_prompts or sets is None:
+        return
+    note = (
+        "Nothing was trained: evaluation decodes held-out prompts, which was tried before the first step. "
+        "`--eval_decode_prompts 0` trains without it."
+    )
+    settings = {"compare_with_plain": False, "disable_tqdm": True}
+    settings |= {"max_new_tokens": min(WARM_UP_TOKENS, args.eval_max_new_tokens)}
+    with noted(note):
+        for rows in sets.values() if isinstance(sets, dict) else [sets]:
+            evaluate_decoding(trainer.target, trainer.draft, trainer.decoding_prompts(rows)[:1], **settings)
+
+
+def _try_saving(trainer: Trainer) -> None:
+    """Writes a little into `output_dir`, and compares the room there with what the run will save at least."""
+    args, directory = trainer.args, Path(trainer.args.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix="trial-") as place:
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(place)
+    free, draft = shutil.disk_usage(directory).free, _trained_bytes(trainer)
+    # Of the optimizers' states, the smallest common ones are as large as the weights.
+    checkpoint = draft if args.save_only_model else 2 * draft
+    saves = _number_of_saves(trainer)
+    if free < draft + min(saves, 1) * checkpoint:
+        raise ValueError(
+            f"`output_dir`: {directory} has {_size(free)} free; the draft takes {_size(draft)}"
+            + (f" and a checkpoint {_size(checkpoint)} at least" if saves else "")
+            + ". Free some, choose another directory, or save less (`save_only_model`, `save_strategy`)."
+        )
+    kept = saves if args.save_total_limit is None else min(saves, args.save_total_limit + 1)  # a new one, then rotated
+    if free < draft + kept * checkpoint:
+        logger.warning(
+            f"`output_dir`: {directory} has {_size(free)} free, and {kept} checkpoints of at least "
+            f"{_size(checkpoint)} will be there at a time: lower `save_total_limit`, or raise `save_steps`."
+        )
+
+
+def _trained_bytes(trainer: Trainer) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters() if weight.requires_grad)
+
+
+def _number_of_saves(trainer: Trainer) -> int:
+    """How many checkpoints the run will write, estimated; 1 where it depends on what evaluation finds."""
+    args = trainer.args
+    if args.save_strategy == SaveStrategy.NO:
+        return 0
+    if args.save_strategy == SaveStrategy.BEST:
+        return 1
+    epoch = None
+    if has_length(trainer.train_dataset):
+        epoch = math.ceil(len(trainer.train_dataset) / trainer.get_total_train_batch_size(args))
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * epoch)
+    if args.save_strategy == SaveStrategy.EPOCH:
+        return 1 if epoch is None else math.ceil(steps / epoch)
+    return math.ceil(1 / args.save_steps) if args.save_steps < 1 else max(1, steps // int(args.save_steps))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
