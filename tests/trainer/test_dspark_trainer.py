@@ -325,11 +325,11 @@ def test_trainable_copies_of_embedding_and_head_are_refused(tmp_path):
     target = v41_target()
     draft = dspark_draft(target)
     draft.initialize_embeddings_and_head(target.get_input_embeddings(), target.get_output_embeddings())
-    arguments = dspark_arguments(tmp_path)
-    DSparkTrainer(draft, target, arguments)
+    args = draft_arguments(tmp_path)
+    DSparkTrainer(draft, target, args)
     draft.set_embedding_head_trainable(True)
     with pytest.raises(ValueError, match=r"`draft.set_embedding_head_trainable\(False\)`"):
-        DSparkTrainer(draft, target, arguments)
+        DSparkTrainer(draft, target, args)
 
 
 def test_settings_without_effect_are_named(tmp_path, caplog):
