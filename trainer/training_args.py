@@ -15,10 +15,13 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         self.check_settings()
-        if given := [name for name, off in NOT_TAKEN.items() if getattr(self, name) != off]:
+        for name, (off, reason) in NOT_TAKEN.items():
+            if getattr(self, name) != off:
+                raise ValueError(f"`{name}` is not for drafts: {reason}. Leave it out.")
+        if (sizes := self.parallelism_config) and max(sizes.tp_size, sizes.cp_size, sizes.sp_size) > 1:
             raise ValueError(
-                f"`{'`, `'.join(given)}`: not for drafts, which get no token ids and no labels, but embedded blocks. "
-                "Leave it out."
+                "`parallelism_config` splits tensors or rows over devices, and a draft's blocks read whole rows: "
+                "leave out `tp_size`, `cp_size` and `sp_size`; FSDP and DeepSpeed share out the weights."
             )
         if self.hub_token is not None:
             raise ValueError(
