@@ -104,7 +104,7 @@ def test_settings_without_effect_are_told(tmp_path, caplog, settings, name):
     with caplog.at_level("WARNING", logger="blockdraft"):
         make_trainer(tmp_path, **settings)
     assert caplog.text.count(f"`{name}` has no effect") == 1
-    assert not make_trainer(tmp_path, eval_strategy="steps", eval_steps=5).without_effect()
+    assert not make_trainer(tmp_path, eval_strategy="steps", eval_steps=5).args.without_effect(sharded=False)
 
 
 def test_muon_without_whole_matrices_is_told_and_not_recorded(tmp_path, monkeypatch, caplog):
