@@ -81,9 +81,10 @@ def main(script_args: ScriptArguments, training_args: DraftTrainingArguments) ->
         train_dataset=dataset["train"],
         eval_dataset=dataset["test"],
         processing_class=tokenizer,
+        data_settings={"max_length": script_args.max_length},
     )
-    has_run = os.path.isdir(training_args.output_dir)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(training_args.output_dir) if has_run else None)
+    last = get_last_checkpoint(training_args.output_dir) if os.path.isdir(training_args.output_dir) else None
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last)
 
     # Evaluation decodes held-out prompts for real
     metrics = trainer.evaluate()

@@ -13,7 +13,8 @@ LABELS = {
     "variable_prefix": "the tokens of the data",
     "dspark": "the tokens of the data and the target's own distribution",
 }
-STATED_ELSEWHERE = ("license", "license_name", "license_link", "datasets")
+# Of a recipe, what stands elsewhere in the card, and what is for machines.
+NOT_SHOWN = ("license", "license_name", "license_link", "datasets", "data_sha256", "initial_weights")
 LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
 
 
@@ -39,7 +40,7 @@ def recipe(config: PreTrainedConfig) -> dict[str, str]:
     objective, training = config.objective or {}, config.training or {}
     values = {"labels": LABELS.get(objective.get("loss_type"))}
     values |= dict(sorted(objective.items())) | dict(sorted(training.items()))
-    cells = {name: _cell(value) for name, value in values.items() if name not in STATED_ELSEWHERE}
+    cells = {name: _cell(value) for name, value in values.items() if name not in NOT_SHOWN}
     table = {text(name.replace("_", " ")): text(cell) for name, cell in cells.items() if cell}
     if datasets := training.get("datasets"):
         table["data"] = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets)

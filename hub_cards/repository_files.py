@@ -14,6 +14,7 @@ from .card import EVALUATION, METRICS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TRAINING_ARGUMENTS = "training_args.json"
 # Files of an earlier push that would be loaded with the model of a later one, or in its place.
 LOADED = (*WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 MODEL = ("config.json", *LOADED)
@@ -22,6 +23,7 @@ MODEL = ("config.json", *LOADED)
 MEASURED = (
     METRICS,
     EVALUATION,
+    TRAINING_ARGUMENTS,
     *"report.json report.md calibration.json calibration.md".split(),
     *"all_results.json eval_results.json train_results.json".split(),
     *"acceptance.png acceptance_by_slot.png acceptance_in_training.png accepted_lengths.png".split(),

@@ -25,7 +25,16 @@ TASK_TYPE = "FEATURE_EXTRACTION"
 # What of the draft's configuration an adapter changes: kept in the header of its weights, for the merged draft.
 RECORDED = ("target", "objective", "training", "confidence_temperatures")
 # Settings that must not change when a run is resumed; the base is compared too.
-SHAPE = ("r", "lora_alpha", "use_dora", "use_rslora", "target_modules", "target_parameters", "modules_to_save")
+SHAPE = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_dora",
+    "use_rslora",
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+)
 
 
 def adapt(draft: PreTrainedModel, peft_config: LoraConfig) -> PeftModel:

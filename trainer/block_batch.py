@@ -85,9 +85,13 @@ def build_block_batch(
         forward runs and every parameter gets a (zero) gradient, for which other ranks wait.
 
     Raises:
-        ValueError: if anchors have to be drawn and the batch has no `row_id`.
+        ValueError: if the batch has no `input_ids` or `loss_mask`, or if anchors have to be drawn and it has no
+            `attention_mask` or `row_id`.
     """
     config, size = draft.config, draft.config.block_size
+    needed = ("input_ids", "loss_mask") if "anchor_positions" in batch else ROWS[:3]
+    if missing := [name for name in needed if name not in batch]:
+        raise ValueError(f"The batch has no `{'`, no `'.join(missing)}`: collate rows with `DraftCollator`.")
     batch = {name: batch[name].cpu() for name in (*ROWS, *GIVEN) if name in batch}
     placed = _draw_blocks(batch, config, step, seed, num_anchors, prefix_weight_base)
     anchors = (placed["anchor_positions"], placed["block_keep_mask"])

@@ -1,6 +1,7 @@
 """The Trainer of block-parallel drafts: frozen target, random anchors, block loss, real decoding as evaluation."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PrinterCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput, logging
 
 from ..modeling.target.pairing import check_pair
@@ -22,14 +24,14 @@ from ..modeling.target.target_identity import target_record
 from ..modeling.target.target_transforms import check_head, transform_faults
 from .adapters import adapt, base_draft, check_adapter
 from .block_batch import BlockBatch, build_block_batch
-from .data.dataset import DraftCollator
+from .data.dataset import DraftCollator, check_rows
 from .data.feature_cache import FeatureCache
 from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much, served_dtype
 from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, dflash_loss
 from .saving_trainer import SavingTrainer
 from .target_states import TargetStates
-from .training_args import DraftTrainingArguments
+from .training_args import ADAMW, DraftTrainingArguments
 from .training_log import LogWindow, TrainingLog
 from .trial import noted, try_ending
 
@@ -49,7 +51,8 @@ class DraftTrainer(SavingTrainer):
     [`~blockdraft.trainer.data.packing.pack_rows`]) `document_ids` `[B, S]` and `document_row_ids` `[B, D]` too. A
     `datasets.IterableDataset` trains for `args.max_steps` and starts again at its end. Anchors and prefix lengths are
     drawn from (seed, global step, row id) unless the batch holds `anchor_positions`, `block_keep_mask` and
-    `prefix_lengths` `[B, N]`. The loss of an accumulation window is the weighted mean over its blocks on all ranks.
+    `prefix_lengths` `[B, N]`; a row without an id is named by its content. The loss of an accumulation window is the
+    weighted mean over its blocks on all ranks.
 
     A trainer of another method is a subclass that sets `objectives`, `slot_layout` and `loss_class` and overrides
     `prepare_draft`, `objective_settings`, `needs_head_input` and `block_loss`.
@@ -63,6 +66,7 @@ class DraftTrainer(SavingTrainer):
         peft_config ([`~peft.LoraConfig`], *optional*): trains and saves an adapter instead of the draft, see
             [`adapt`]. A `PeftModel` as `model` does the same.
         answers (`str`, *optional*): whose answers the rows hold, recorded in the draft's config.
+        data_settings (`dict`, *optional*): how the rows were made, such as `max_length`, recorded there too.
         kwargs: those of [`~transformers.Trainer`] but `compute_loss_func`, `compute_metrics` and
             `preprocess_logits_for_metrics`; `processing_class` is the target's tokenizer.
 
@@ -73,18 +77,28 @@ class DraftTrainer(SavingTrainer):
     objectives = ("fixed_anchor", "variable_prefix")
     slot_layout = "1+N"
     loss_class: type[BlockLoss] = BlockLoss
+    ddp_find_unused_parameters: bool | None = None  # unless the arguments say it; `None`: the base class decides
 
     def __init__(
         self,
         model: PreTrainedModel,
         target: PreTrainedModel,
-        args: DraftTrainingArguments,
+        args: DraftTrainingArguments | None = None,
         *,
         target_revision: str | None = None,
         peft_config: LoraConfig | None = None,
         answers: str | None = None,
+        data_settings: Mapping | None = None,
         **kwargs,
     ):
+        if not isinstance(args, DraftTrainingArguments):
+            given = "missing" if args is None else f"a {type(args).__name__}"
+            raise ValueError(
+                f"`args` is {given}: give `blockdraft.DraftTrainingArguments(output_dir=...)`, which takes all that "
+                "TrainingArguments takes, and the settings of drafts."
+            )
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = self.ddp_find_unused_parameters
         if given := [name for name in NOT_TAKEN if kwargs.get(name) is not None]:
             raise ValueError(
                 f"`{'`, `'.join(given)}`: not for drafts, whose loss and metrics are those of their blocks. Leave it "
@@ -97,12 +111,14 @@ class DraftTrainer(SavingTrainer):
         check_pair(target, base_draft(model), kwargs.get("processing_class"))
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = DraftCollator(pad_token_id=target.config.get_text_config().pad_token_id or 0)
+            for name in ("train_dataset", "eval_dataset"):
+                check_rows(kwargs.get(name), name)
         if isinstance(kwargs.get("train_dataset"), IterableDataset):
             # Without an end no rank runs out before another, and resuming reads past the same rows.
             kwargs["train_dataset"] = kwargs["train_dataset"].repeat(None)
             if args.accelerator_config.dispatch_batches is None:
                 args.accelerator_config.dispatch_batches = False  # batches of different widths cannot be dispatched
-        super().__init__(model=model, args=args, answers=answers, **kwargs)
+        super().__init__(model=model, args=args, answers=answers, data_settings=data_settings, **kwargs)
         self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.add_callback(TrainingLog)
         self.loss_is_scaled_for_ga = True
@@ -140,6 +156,8 @@ class DraftTrainer(SavingTrainer):
             )
         if unused := args.unused_settings(self.loss_type):
             logger.warning(f"The objective {self.loss_type} does not use {', '.join(unused)}.")
+        for name, reason in args.without_effect(self.is_fsdp_enabled or self.is_deepspeed_enabled).items():
+            logger.warning(f"`{name}` has no effect: {reason}.")
         self.prepare_draft()
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
         self.draft_config.objective = {
@@ -160,6 +178,15 @@ class DraftTrainer(SavingTrainer):
             or self.is_distributed_loading_by_transformers
             or self.target.is_distributed_loading_by_transformers
         )
+
+    @property
+    def takes_muon(self) -> bool:
+        """Whether weight matrices are trained with Muon, which needs them whole."""
+        if self._given_optimizer or self.adapter is not None or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        if self.optimizer_cls_and_kwargs is None:
+            return self.args.muon and self.args.optim in ADAMW
+        return self.args.muon and self.optimizer_cls_and_kwargs[0] is torch.optim.AdamW
 
     def train(self, *args, **kwargs):
         """The base class's; tries before the first step what the run needs at its end, see [`try_ending`]."""
@@ -196,25 +223,25 @@ class DraftTrainer(SavingTrainer):
     # ---- rows and optimizer -------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
-        """The base class's; with `group_by_length` an epoch's order depends on its seed and number alone, and not on
-        what a resumed run, or another rank, has drawn before it."""
+        """The base class's; with `group_by_length` an epoch's order depends on its seed, its number and the rows of a
+        step alone, and not on how many ranks share these out, or on what was drawn before."""
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.generator = self._row_order
+            sampler.generator, sampler.batch_size = self._row_order, self.get_total_train_batch_size(self.args)
         return sampler
 
     def _run_epoch(self, *, epoch: int, **kwargs) -> None:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._row_order.manual_seed(seed + epoch)
+        if self._cached_states and has_length(self.train_dataset):
+            if self.state.max_steps <= kwargs["num_update_steps_per_epoch"]:
+                logger.warning_once("`cache_features` has no effect: training ends with its first epoch.")
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The one that `args.optim` names, with Muon for the weight matrices beside AdamW."""
-        given, sharded = self.optimizer is not None, self.is_fsdp_enabled or self.is_deepspeed_enabled
         optimizer = super().create_optimizer(model)
-        # Muon needs whole matrices.
-        takes_muon = self.args.muon and self.adapter is None and not given and not sharded
-        if takes_muon and type(optimizer) is torch.optim.AdamW:
+        if self.takes_muon and type(optimizer) is torch.optim.AdamW:
             self.optimizer = MuonAndOther(optimizer, hidden_matrices(self.draft))
         return self.optimizer
 

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from .block_batch import BlockBatch
@@ -33,13 +32,9 @@ class DSparkTrainer(DraftTrainer):
     objectives = ("dspark",)
     slot_layout = "N"
     loss_class = DSparkLoss
-
-    def __init__(self, model: PreTrainedModel, target: PreTrainedModel, args: DraftTrainingArguments, **kwargs):
-        if args.ddp_find_unused_parameters is None:
-            # Every trained parameter takes part in every step, the heads of the last stage after the forward: a search
-            # from the forward's output would miss them.
-            args.ddp_find_unused_parameters = False
-        super().__init__(model, target, args, **kwargs)
+    # Every trained parameter takes part in every step, the heads of the last stage after the forward: a search from
+    # the forward's output would miss them.
+    ddp_find_unused_parameters = False
 
     def prepare_draft(self) -> None:
         """Freezes a confidence head that is off, and watches the routers. Raises a `ValueError` for copies of the

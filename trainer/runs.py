@@ -12,9 +12,9 @@ from transformers.utils import CONFIG_NAME
 
 from ..hub_cards.repository_files import ADAPTER_CONFIG
 from ..modeling.saving.atomic_save import staged_directory
-from .adapters import check_resumable
 from .draft_trainer import DraftTrainer
 from .evaluation.report_folder import remove_reports
+from .saving_trainer import check_has_state
 from .training_log import minutes, say
 
 MEASURED_STEPS = 5  # of training, after a first one that is slower, for the time estimate
@@ -37,12 +37,16 @@ class TimeEstimate(TrainerCallback):
 
 
 def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> None:
-    """Trains to the end, from the last complete checkpoint in `output_dir` if there is one. Only checkpoints are
-    saved; reports and plots of weights that are about to be replaced are deleted. With `load_best_model_at_end` the
-    trainer then holds the best weights that were saved. Raises a `ValueError` if `output_dir` holds the run of another
-    draft, or a draft without checkpoints."""
-    output_dir = Path(trainer.args.output_dir)
+    """Trains to the end, from `args.resume_from_checkpoint` or the last complete checkpoint in `output_dir` on, if
+    there is one. Only checkpoints are saved; reports and plots of weights that are about to be replaced are deleted.
+    With `load_best_model_at_end` the trainer then holds the best weights that were saved. Raises a `ValueError` if
+    `output_dir` or the checkpoint holds another run, or a draft without checkpoints."""
+    output_dir, checkpoint = Path(trainer.args.output_dir), trainer.args.resume_from_checkpoint
     if overwrite_output_dir:
+        if checkpoint:
+            raise ValueError(
+                "`overwrite_output_dir` and `resume_from_checkpoint` exclude each other: give one of them."
+            )
         if trainer.args.should_save:
             (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
             for old in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
@@ -50,7 +54,9 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
         if trainer.publisher:
             trainer.publisher.forget()
         trainer.accelerator.wait_for_everyone()  # no process resumes from what another one deletes
-    checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+    if last := get_last_checkpoint(output_dir) if output_dir.is_dir() else None:
+        trainer.check_same_run(last)
+    checkpoint = checkpoint or last
     if checkpoint is None:
         saved = _config_name(trainer)
         [other] = {CONFIG_NAME, ADAPTER_CONFIG} - {saved}
@@ -67,14 +73,14 @@ def train_draft(trainer: DraftTrainer, overwrite_output_dir: bool = False) -> No
         remove_reports(output_dir)
         trainer.train()
         return
-    check_resumable(trainer.adapter or trainer.draft, checkpoint)
-    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-    max_steps = _max_steps(trainer)
+    state, max_steps = _state_in(checkpoint, trainer), _max_steps(trainer)
     if state.global_step < max_steps:
+        trainer.check_checkpoint(checkpoint)
         print(f"Resuming from {checkpoint}, {max_steps - state.global_step} of {max_steps} steps to go.", flush=True)
         remove_reports(output_dir)
         trainer.train(resume_from_checkpoint=checkpoint)
     else:  # `train` would take one step more
+        trainer.check_same_run(checkpoint)
         print(f"{checkpoint} has all of the {max_steps} steps.", flush=True)
         if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
             best = output_dir / Path(state.best_model_checkpoint).name  # the folder may have been moved
@@ -95,13 +101,25 @@ def save_finished(trainer: DraftTrainer) -> None:
 
 def is_finished(trainer: DraftTrainer) -> bool:
     """Whether `output_dir` holds the fully trained draft that [`save_finished`] saved; it may have been calibrated or
-    measured since. Raises a `ValueError` if it is another draft."""
+    measured since. Raises a `ValueError` that names what differs if it is the draft of another run."""
     output_dir = Path(trainer.args.output_dir)
     if not all((output_dir / name).exists() for name in (_config_name(trainer), TRAINER_STATE_NAME)):
         return False
-    check_resumable(trainer.adapter or trainer.draft, output_dir)
-    state = TrainerState.load_from_json(str(output_dir / TRAINER_STATE_NAME))
-    return state.global_step >= _max_steps(trainer)
+    trainer.check_same_run(output_dir)
+    return _state_in(output_dir, trainer).global_step == _max_steps(trainer)
+
+
+def _state_in(folder: str | os.PathLike, trainer: DraftTrainer) -> TrainerState:
+    """The state of the training that a folder holds; a `ValueError` if it has gone further than this run does."""
+    check_has_state(folder)
+    state, max_steps = TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME)), _max_steps(trainer)
+    if state.global_step > max_steps:
+        raise ValueError(
+            f"{folder} holds another run: it has taken {state.global_step} steps, and this one ends after {max_steps} "
+            "(`max_steps`, `num_train_epochs`). Choose another `output_dir`, or start anew with "
+            "`overwrite_output_dir`."
+        )
+    return state
 
 
 def _config_name(trainer: DraftTrainer) -> str:

@@ -2,8 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
@@ -29,6 +30,15 @@ from ..hub_cards.retries import PublishError, with_retries
 from ..hub_cards.upload import prepare_pushes, prepare_repository
 from ..modeling.saving.atomic_save import sync
 from .adapters import base_draft, check_publishable, check_resumable, describe, recipe, save_adapter
+from .run_record import (
+    batch_difference,
+    initial_weights,
+    read_run,
+    recipe_of,
+    rows_fingerprint,
+    run_differences,
+    write_arguments,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -39,17 +49,21 @@ UNFINISHED_CHECKPOINTS = "unfinished"
 class SavingTrainer(Trainer):
     """
     [`~transformers.Trainer`] of a draft, or of an adapter of one. What it saves is whole: weights, a configuration
-    that says how they were trained (`answers`: whose answers the rows hold), code, tokenizer and a card, and no
-    pickled arguments. A checkpoint has its name only when it is complete. Pushes run in the background, and none that
-    fails ends a training.
+    that says how they were trained (`answers`: whose answers the rows hold; `data_settings`: how the rows were made),
+    code, tokenizer and a card, the training arguments as JSON, and nothing pickled. A checkpoint has its name only
+    when it is complete, and only its own run goes on from it. Pushes run in the background, and none that fails ends
+    a training.
     """
 
     publisher: CheckpointPublisher | None = None  # with `push_to_hub`, on the main process
+    takes_muon = False  # whether weight matrices are trained with it
 
-    def __init__(self, *args, answers: str | None = None, **kwargs):
+    def __init__(self, *args, answers: str | None = None, data_settings: Mapping | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.draft_config = self.draft.config
-        self._answers = answers
+        self._answers, self._data_settings = answers, dict(data_settings or {})
+        self._given_optimizer = None if self.optimizer is None else type(self.optimizer).__name__
+        self._initial_weights = None if self.adapter else initial_weights(self.draft, self.args.output_dir)
         self._decoded: tuple[int, dict[str, dict]] = (-1, {})  # the step of the weights, and what each data set gave
 
     @property
@@ -71,16 +85,51 @@ class SavingTrainer(Trainer):
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """The base class's; waits at its end for what is on its way to the Hub. Raises a `ValueError` for the
-        checkpoint of another draft or adapter."""
+        """The base class's, by default from `args.resume_from_checkpoint` on; waits at its end for what is on its way
+        to the Hub. Raises a `ValueError` for a checkpoint that [`~SavingTrainer.check_checkpoint`] refuses."""
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # an error of the base class
         if resume_from_checkpoint and resume_from_checkpoint is not True:
-            check_resumable(self.adapter or self.draft, resume_from_checkpoint)
+            self.check_checkpoint(resume_from_checkpoint)
+        _ = self._rows_fingerprint  # before training: a stream should not be read twice at a time
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self.publisher:
             self.publisher.finish()
         return output
+
+    def check_checkpoint(self, checkpoint: str | os.PathLike) -> None:
+        """Raises a `ValueError` unless a checkpoint holds all that resuming needs, and is one of this run."""
+        check_has_state(checkpoint := Path(checkpoint))
+        by_deepspeed = any(checkpoint.glob("global_step*"))
+        parts = {"optimizer": "*optimizer*", "schedule": SCHEDULER_NAME}
+        if lacking := [part for part, name in parts.items() if not (by_deepspeed or any(checkpoint.glob(name)))]:
+            raise ValueError(
+                f"`resume_from_checkpoint`: {checkpoint} lacks the state of the {' and the '.join(lacking)}, as "
+                "`save_only_model` leaves it: warm-up and averages would start anew in the middle of the run. Train "
+                "its weights on in a run of their own: give it as `draft`, with another `output_dir`."
+            )
+        self.check_same_run(checkpoint)
+
+    def check_same_run(self, folder: str | os.PathLike) -> None:
+        """Raises a `ValueError` that names what differs, unless the draft or adapter in a folder was trained as this
+        run would: for the same target, on the same rows, with the same arguments, as far as its configuration says."""
+        check_resumable(self.adapter or self.draft, folder)
+        config, training = self.draft_config, self._training_record(self.state)
+        then, now = read_run(folder), {"target": config.target, "objective": config.objective, "training": training}
+        found = run_differences(then, now)
+        batch = batch_difference(then["training"], training)
+        if batch and not self.args.auto_find_batch_size:  # which finds it anew
+            if self.args.ignore_data_skip:
+                logger.warning_once(f"{folder}: {batch}, as was asked for.")
+            else:
+                found.append(batch)
+        if found:
+            raise ValueError(
+                f"{folder} holds another run: {'; '.join(found)}. Choose another `output_dir`, or start anew with "
+                "`overwrite_output_dir`."
+            )
 
     def load_checkpoint(self, checkpoint: str | os.PathLike) -> None:
         """Loads the weights of a checkpoint of this draft or adapter; a `ValueError` for that of another one."""
@@ -99,11 +148,17 @@ class SavingTrainer(Trainer):
             if self.args.should_save:
                 save_adapter(directory, self.adapter, state_dict)
                 write_card(directory, self.draft_config, metrics, describe(self.adapter))
+                write_arguments(directory, self.args)
             return
         super()._save(str(directory), state_dict)
         if self.args.should_save:
             (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             write_card(directory, self.draft_config, metrics)
+            write_arguments(directory, self.args)
+
+    @cached_property
+    def _rows_fingerprint(self) -> str | None:
+        return rows_fingerprint(self.train_dataset) if self.train_dataset is not None else None
 
     def _state_of_weights(self) -> TrainerState:
         """The training's state at the present weights: after training that of the best ones, if these were loaded."""
@@ -115,17 +170,19 @@ class SavingTrainer(Trainer):
     def _training_record(self, state: TrainerState) -> dict:
         """How the weights were trained, for `training` of the draft's configuration."""
         args = self.args
-        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        record = {
+        record = recipe_of(args) | {
             "global_step": state.global_step,
             "epoch": state.epoch,
-            "batch_size": batch_size,
-            "learning_rate": args.learning_rate,
-            "lr_scheduler_type": args.lr_scheduler_type.value,
-            "seed": args.seed,
+            "batch_size": self.get_total_train_batch_size(args),
+            "per_device_train_batch_size": self._train_batch_size,
+            "ranks": args.world_size,
+            "muon": self.takes_muon,
+            "metric_for_best_model": args.metric_for_best_model if args.load_best_model_at_end else None,
             "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
             "versions": {name: version(name) for name in ("blockdraft", "transformers", "torch")},
             "train_rows": len(self.train_dataset) if has_length(self.train_dataset) else None,
+            "data_sha256": self._rows_fingerprint,
+            "initial_weights": self._initial_weights,
             "license": args.license,
             "license_name": args.license_name,
             "license_link": args.license_link,
@@ -133,6 +190,9 @@ class SavingTrainer(Trainer):
             "adapter": None if self.adapter is None else recipe(self.adapter),
             "answers": self._answers,
         }
+        record |= self._data_settings
+        if self._given_optimizer:
+            record["optim"] = self._given_optimizer
         return {name: value for name, value in record.items() if value is not None}
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -265,6 +325,14 @@ class SavingTrainer(Trainer):
         if given := [*map(str, args), *sorted(kwargs)]:
             logger.warning(f"Not used for a draft's card: {', '.join(given)}.")
         self.save_model(_internal_call=True)
+
+
+def check_has_state(checkpoint: str | os.PathLike) -> None:
+    """Raises a `ValueError` unless there is a checkpoint of a training."""
+    if not Path(checkpoint, TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint`: {checkpoint} is no checkpoint of a training: it has no {TRAINER_STATE_NAME}."
+        )
 
 
 def _complete(staging: Path, checkpoint: Path) -> None:

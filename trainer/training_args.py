@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from .training_settings import NOT_TAKEN, TrainingSettings
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")  # values of `optim` beside which Muon can stand
 
 
 @dataclass
@@ -15,10 +18,13 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         self.check_settings()
-        if given := [name for name, off in NOT_TAKEN.items() if getattr(self, name) != off]:
+        for name, (off, reason) in NOT_TAKEN.items():
+            if getattr(self, name) != off:
+                raise ValueError(f"`{name}` is not for drafts: {reason}. Leave it out.")
+        if (sizes := self.parallelism_config) and max(sizes.tp_size, sizes.cp_size, sizes.sp_size) > 1:
             raise ValueError(
-                f"`{'`, `'.join(given)}`: not for drafts, which get no token ids and no labels, but embedded blocks. "
-                "Leave it out."
+                "`parallelism_config` splits tensors or rows over devices, and a draft's blocks read whole rows: "
+                "leave out `tp_size`, `cp_size` and `sp_size`; FSDP and DeepSpeed share out the weights."
             )
         if self.hub_token is not None:
             raise ValueError(
@@ -30,3 +36,21 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
                 "Several GPUs in one process (DataParallel) are not supported. Start with `accelerate launch` or "
                 "`torchrun`, or show one GPU with CUDA_VISIBLE_DEVICES=0."
             )
+
+    def without_effect(self, sharded: bool) -> dict[str, str]:
+        """Settings that change nothing in a run, whatever its objective, and why; `sharded`: by FSDP or DeepSpeed."""
+        found = {}
+        if sharded and self.muon and self.optim in ADAMW:
+            found["muon"] = "FSDP and DeepSpeed share out the matrices that Muon needs whole, so AdamW trains them"
+        if self.cache_features and self.world_size > 1 and self.train_sampling_strategy != "sequential":
+            found["cache_features"] = (
+                f"each of {self.world_size} ranks keeps the rows that it has seen, and next epoch gets other ones "
+                '(but with `train_sampling_strategy="sequential"`)'
+            )
+        if self.eval_steps is not None and self.eval_strategy != IntervalStrategy.STEPS:
+            found["eval_steps"] = f'`eval_strategy` is "{self.eval_strategy.value}"'
+        if self.activation_checkpointing_kwargs and not self.activation_checkpointing:
+            found["activation_checkpointing_kwargs"] = "`activation_checkpointing` is off"
+        if self.optim_target_modules and not self.optim.value.startswith(("galore", "apollo")):
+            found["optim_target_modules"] = f"`optim` is {self.optim.value}, neither GaLore nor APOLLO"
+        return found

@@ -16,8 +16,31 @@ OBJECTIVES = {
         "expert_bias_step",
     ],
 }
-# Settings of TrainingArguments that need labels, or token ids, in the draft's forward, and what switches them off.
-NOT_TAKEN = {"include_num_input_tokens_seen": "no", "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+# Settings of TrainingArguments that a draft's training cannot follow: what switches them off, and why.
+_NO_LABELS = "drafts get no token ids and no labels, but embedded blocks"
+_NO_PREDICTIONS = "an evaluation sums losses and decodes, and gathers no predictions"
+_AS_TRAINED = "an evaluation runs the draft in the precision of its training"
+_NO_KERNELS = "Liger has no kernels for drafts"
+NOT_TAKEN = {
+    "include_num_input_tokens_seen": ("no", _NO_LABELS),
+    "label_names": (None, _NO_LABELS),
+    "label_smoothing_factor": (0.0, _NO_LABELS),
+    "neftune_noise_alpha": (None, _NO_LABELS),
+    "average_tokens_across_devices": (True, "a window's loss is always the mean over the slots of all ranks"),
+    "batch_eval_metrics": (False, _NO_PREDICTIONS),
+    "do_predict": (False, _NO_PREDICTIONS),
+    "eval_accumulation_steps": (None, _NO_PREDICTIONS),
+    "eval_do_concat_batches": (True, _NO_PREDICTIONS),
+    "eval_use_gather_object": (False, _NO_PREDICTIONS),
+    "include_for_metrics": ([], _NO_PREDICTIONS),
+    "prediction_loss_only": (False, _NO_PREDICTIONS),
+    "bf16_full_eval": (False, _AS_TRAINED),
+    "fp16_full_eval": (False, _AS_TRAINED),
+    "liger_kernel_config": (None, _NO_KERNELS),
+    "use_liger_kernel": (False, _NO_KERNELS),
+    "use_cache": (False, "a draft is trained on whole rows, without a cache"),
+    "enable_jit_checkpoint": (False, "take the callback `SaveOnInterrupt`, whose checkpoints are whole"),
+}
 POSITIVE = ("num_anchors", "prefix_weight_base", "loss_chunk_size")
 NOT_NEGATIVE = (
     "eval_decode_prompts",

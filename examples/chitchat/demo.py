@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from blockdraft.modeling.decoding.confidence_schedule import ConfidenceThreshold
+from blockdraft.modeling.target.target_identity import weights_fingerprint
 from blockdraft.trainer.data.dataset import prepare_dataset
 from blockdraft.trainer.data.regenerate import regenerate
 from blockdraft.trainer.draft_trainer import DraftTrainer
@@ -239,7 +240,7 @@ def calibrate_confidence(trainer: DraftTrainer, rows: list[dict], run_dir: Path,
         write_calibration(run_dir, report, command=f"make demo DRAFT={demo.draft_type}")
         return {"temperatures": report.temperatures, "text": f"{report.table()}\n\n{report.summary()}"}
 
-    measured = once(run_dir / "calibrated.json", draft, measure)
+    measured = once(run_dir / "calibrated.json", draft, [asdict(demo), weights_fingerprint(target), rows], measure)
     draft.config.confidence_temperatures = measured["temperatures"]
     return measured["text"]
 
@@ -267,15 +268,17 @@ def evaluate(trainer: DraftTrainer, run_dir: Path, demo: Demo) -> str:
         write_report(run_dir, trainer.state.log_history, reports, command=f"make demo DRAFT={demo.draft_type}")
         return {"text": table(header, reports)}
 
-    return once(run_dir / "evaluated.json", draft, measure)["text"]
+    settings = [asdict(demo), weights_fingerprint(target), prompts]
+    return once(run_dir / "evaluated.json", draft, settings, measure)["text"]
 
 
-def once(path: Path, draft: PreTrainedModel, measure: Callable[[], dict]) -> dict:
-    """What `measure` returns, from `path` where it was measured of the same weights before."""
-    weights = hash_of(draft.state_dict())
-    if path.exists() and (earlier := json.loads(path.read_text()))["draft"] == weights:
+def once(path: Path, draft: PreTrainedModel, settings: list, measure: Callable[[], dict]) -> dict:
+    """What `measure` returns, from `path` where the same weights were measured under the same settings before."""
+    settings_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    key = {"draft": hash_of(draft.state_dict()), "settings": settings_hash}
+    if path.exists() and key.items() <= (earlier := json.loads(path.read_text())).items():
         return earlier
-    measured = {"draft": weights} | measure()
+    measured = key | measure()
     path.write_text(json.dumps(measured))
     return measured
 

@@ -1,5 +1,7 @@
 """The embedded chat targets: corpus, tokenizer, shapes, cards, and the loop detector."""
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from examples.chitchat.corpus import (
     prompts,
     split,
 )
-from examples.chitchat.demo import DEMOS, unseen_prompts
+from examples.chitchat.demo import DEMOS, once, unseen_prompts
 from examples.chitchat.target_card import write_card
 from examples.chitchat.target_model import CHAT_TARGETS, load_target, new_target, save_target
 from examples.chitchat.train_tokenizer import MAX_LENGTH, RESERVED, train_tokenizer
@@ -155,3 +157,21 @@ def test_unseen_prompts_share_no_conversation(parts):
 def test_demos_name_targets_and_draft_types_that_exist():
     for name, demo in DEMOS.items():
         assert demo.draft_type == name in FAMILIES and demo.target in CHAT_TARGETS
+
+
+def test_a_demo_measures_again_what_was_measured_otherwise(tmp_path):
+    """Of other weights, or with other settings, targets or prompts."""
+    draft, measured = torch.nn.Linear(2, 2), []
+
+    def measure():
+        measured.append(len(measured))
+        return {"text": str(len(measured))}
+
+    path = tmp_path / "evaluated.json"
+    assert [once(path, draft, [asdict(DEMOS["dflash"])], measure)["text"] for _ in range(2)] == ["1", "1"]
+    changed = asdict(replace(DEMOS["dflash"], max_new_tokens=4))
+    assert once(path, draft, [changed], measure)["text"] == "2" == once(path, draft, [changed], measure)["text"]
+    torch.nn.init.zeros_(draft.weight)
+    assert once(path, draft, [changed], measure)["text"] == "3"
+    path.write_text('{"draft": "x", "text": "of an earlier version"}')
+    assert once(path, draft, [changed], measure)["text"] == "4"

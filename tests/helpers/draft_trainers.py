@@ -97,7 +97,9 @@ def assert_packed_documents_equal_their_own_rows(trainer):
     assert together.loss_sum.item() == pytest.approx(separate.loss_sum.item(), rel=1e-5)
 
 
-# The first step is the best one: the loss falls.
+# A run of one process; its rows have many lengths, and two of them are a step.
+ONE_PROCESS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+
 # The first step is the best one: the loss falls.
 LOAD_BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
 LOAD_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}

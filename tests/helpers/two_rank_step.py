@@ -1,5 +1,6 @@
 """What two processes do together, started by torchrun: one training step of each draft, whose weights rank 0 saves,
-then an evaluation and an epoch of two steps, the first one being the best, of which each rank saves its view."""
+then an evaluation, an epoch of two steps, the first one being the best, and the rest of runs that one process has
+begun, of which each rank saves its view."""
 
 import itertools
 import os
@@ -7,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from draft_trainers import make_trainer, weights
+from draft_trainers import ONE_PROCESS, make_trainer, weights
 from dspark_trainers import dspark_trainer
 
 from blockdraft.trainer.block_batch import BlockBatch
@@ -43,6 +44,13 @@ trainer.place_blocks, trainer.evaluate = note_rows, lambda **_: {"eval_loss": ne
 torch.manual_seed(rank)  # ranks may have drawn differently before
 trainer.train()
 view |= {"best": trainer.state.best_model_checkpoint, "weights": weights(trainer)}
+# A run that one process has begun, in either order of rows.
+for order in ("random", "group_by_length"):
+    trainer = make_trainer(
+        output_dir / order, **ONE_PROCESS, train_sampling_strategy=order, per_device_train_batch_size=1
+    )
+    trainer.train(resume_from_checkpoint=True)
+    view[order] = weights(trainer)
 torch.save(view, output_dir / f"rank{rank}.pt")
 # A process that exits while threads of its group are running may abort, even with the group closed: leave them behind.
 trainer.accelerator.wait_for_everyone()

@@ -31,7 +31,7 @@ from blockdraft.trainer.runs import train_draft
 from blockdraft.trainer.saving_trainer import UNFINISHED_CHECKPOINTS
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
-FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "training_args.json"}
 RESUME = {"optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
 PUSH = {"hub_model_id": "user/adapter", "hub_strategy": "end"}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -28,6 +28,9 @@ def test_rows_without_id_are_refused(tmp_path):
     del batch["row_id"]
     with pytest.raises(ValueError, match="row_id"):
         trainer.place_blocks(batch, 0)
+    del batch["loss_mask"]
+    with pytest.raises(ValueError, match="The batch has no `loss_mask`: collate rows with `DraftCollator`"):
+        trainer.place_blocks(batch, 0)
 
 
 class HostReads(TorchDispatchMode):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from draft_trainers import LOAD_BEST, make_trainer, weights
 
-from blockdraft.trainer.runs import train_draft
+from blockdraft.trainer.runs import is_finished, save_finished, train_draft
 from blockdraft.trainer.training_args import DraftTrainingArguments
 
 SAVING = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
@@ -39,3 +39,30 @@ def test_the_main_process_deletes_an_earlier_run_and_the_others_wait(tmp_path, m
     train_draft(other, overwrite_output_dir=True)
     assert waited[0] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert other.state.global_step == 1 and other.state.log_history[0]["step"] == 1
+
+
+def test_a_shorter_run_is_another_run(tmp_path):
+    """One that is longer goes on."""
+    first = make_trainer(tmp_path, **SAVING)
+    train_draft(first)
+    save_finished(first)
+    assert is_finished(first) and not is_finished(make_trainer(tmp_path, max_steps=4))
+    for judge in (is_finished, train_draft):
+        with pytest.raises(ValueError, match="it has taken 3 steps, and this one ends after 2"):
+            judge(make_trainer(tmp_path, max_steps=2))
+
+
+def test_a_named_checkpoint_is_the_one_that_a_run_goes_on_from(tmp_path, capsys):
+    first = make_trainer(tmp_path / "a", **SAVING)
+    train_draft(first)
+    named = {"resume_from_checkpoint": str(tmp_path / "a" / "checkpoint-2")}
+    for name in "ab":
+        again = make_trainer(tmp_path / name, **SAVING, **named)
+        train_draft(again)
+        assert f"Resuming from {named['resume_from_checkpoint']}, 1 of 3 steps" in capsys.readouterr().out
+        torch.testing.assert_close(weights(again), weights(first), rtol=0, atol=0)
+    other = make_trainer(tmp_path / "c", **SAVING, **named, learning_rate=0.06)
+    with pytest.raises(ValueError, match="`learning_rate` was 0.05, now 0.06"):
+        train_draft(other)
+    with pytest.raises(ValueError, match="exclude each other"):
+        train_draft(other, overwrite_output_dir=True)

@@ -88,6 +88,33 @@ def test_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoint-2").exists() and not (tmp_path / UNFINISHED_CHECKPOINTS).exists()
 
 
+@pytest.mark.parametrize("by", ["argument", "setting"])
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path, by):
+    """Also in another folder, and where there are later ones."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole = make_trainer(tmp_path / "a", **settings)
+    whole.train()
+    named = str(tmp_path / "a" / "checkpoint-1")
+    resumed = make_trainer(tmp_path / "b", **settings, resume_from_checkpoint=named if by == "setting" else None)
+    resumed.train(**({"resume_from_checkpoint": named} if by == "argument" else {}))
+    assert {path.name for path in (tmp_path / "b").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+    anew = make_trainer(tmp_path / "c", **settings, resume_from_checkpoint=named)
+    anew.train(resume_from_checkpoint=False)
+    assert (tmp_path / "c" / "checkpoint-1").exists()
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    make_trainer(tmp_path, max_steps=1, **settings).train()
+    trainer = make_trainer(tmp_path, max_steps=2, **settings)
+    with pytest.raises(ValueError, match="checkpoint-1 lacks the state of the optimizer and the schedule, as `save_"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="no is no checkpoint of a training: it has no trainer_state.json"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "no"))
+    assert trainer.state.global_step == 0
+
+
 def test_best_checkpoint_is_recorded_under_its_final_name(tmp_path):
     trainer = make_trainer(
         tmp_path,

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_trainers import assert_close, make_trainer, weights
+from draft_trainers import ONE_PROCESS, assert_close, make_trainer, weights
 from dspark_trainers import dspark_trainer
 from safetensors.torch import load_file
+
+ORDERS = ("random", "group_by_length")
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +19,8 @@ def two_ranks(tmp_path_factory) -> dict[str, dict]:
     """What two gloo processes save, see `two_rank_step.py`: by draft type, weights after the step that they take, one
     of them with rows without an anchor; by rank, its view of an evaluation and a run."""
     output_dir = tmp_path_factory.mktemp("two_ranks")
+    for order in ORDERS:
+        make_trainer(output_dir / order, train_sampling_strategy=order, **ONE_PROCESS | {"max_steps": 1}).train()
     script = Path(__file__).parents[1] / "helpers" / "two_rank_step.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
@@ -58,3 +62,12 @@ def test_two_ranks_load_the_best_checkpoint(two_ranks):
         saved = load_file(best / "model.safetensors")
         assert (best.parent.name, best.name) == ("run", "checkpoint-1")
         assert all(torch.equal(tensor, saved[name]) for name, tensor in rank["weights"].items())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_ranks_go_on_where_one_process_was(tmp_path, two_ranks, order):
+    """With as many rows a step: the same rows, in the same steps."""
+    whole = make_trainer(tmp_path, train_sampling_strategy=order, **ONE_PROCESS)
+    whole.train()
+    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
+        assert_close(rank[order], weights(whole), 1e-5)

@@ -1,6 +1,6 @@
 """`blockdraft calibrate`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..training_settings import setting
@@ -45,8 +45,10 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
     draft will be served."""
     from transformers import GenerationConfig, set_seed
 
+    from ...modeling.target.target_identity import weights_fingerprint
     from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
-    from ..evaluation.report_folder import write_calibration
+    from ..evaluation.report_folder import check_calibration, write_calibration
+    from ..run_record import rows_fingerprint
     from .opening import check_writable, open_pair, open_prompts
 
     if not Path(args.draft).is_dir():
@@ -54,10 +56,20 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
     check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, dtype=args.draft_dtype)
     fit, test = split_prompts(open_prompts(args, tokenizer))
+    settings = {name: getattr(args, name) for name in ("rounds", "max_new_tokens")} | asdict(sampling_args)
+    measured = settings | {
+        "draft_sha256": weights_fingerprint(draft),
+        "target_sha256": weights_fingerprint(target),
+        "prompts_sha256": rows_fingerprint([{"input_ids": prompt} for prompt in sorted(fit + test)]),
+    }
+    folder = Path(args.output or args.draft)
+    own = folder.exists() and folder.samefile(args.draft)
+    if changed := check_calibration(folder, measured, own):
+        print(f"The calibration in {folder} is replaced: {'; '.join(changed)}.")
     set_seed(sampling_args.seed)
     config = GenerationConfig(**sampling_args.generation())
     report = calibrate(target, draft, fit, test, args.max_new_tokens, args.rounds, config)
     saved = save_temperatures(draft, report.temperatures, args.draft)
     print(report.table(), report.summary(), sep="\n\n")
-    path = write_calibration(args.output or args.draft, report)
+    path = write_calibration(folder, report, measured=measured)
     print(f"The temperatures are in {saved}, the figures in {path}.")

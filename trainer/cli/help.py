@@ -31,8 +31,8 @@ TRAINING_GROUPS = {
     """,
     "Evaluation": "eval_strategy eval_steps per_device_eval_batch_size eval_decode_prompts eval_max_new_tokens",
     "Output, checkpoints and logs": """
-        output_dir save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
-        greater_is_better logging_steps report_to run_name disable_tqdm
+        output_dir resume_from_checkpoint save_strategy save_steps save_total_limit load_best_model_at_end
+        metric_for_best_model greater_is_better logging_steps report_to run_name disable_tqdm
     """,
     "Card and Hub": """
         license license_name license_link datasets push_to_hub hub_model_id hub_private_repo hub_strategy hub_revision

@@ -18,6 +18,7 @@ from ..data.prompts import read_prompts
 from ..data.rendering import stop_tokens
 from ..evaluation.decoding import cost_table
 from ..loading import load_draft, load_target
+from ..run_record import DATA_SETTINGS
 from ..training_args import DraftTrainingArguments
 from .arguments import DataArguments, ScheduleArguments, TargetArguments
 
@@ -111,6 +112,14 @@ def open_training_rows(
         if args.packing:
             train_set = pack_rows(train_set, args.max_length)
     return train_set, eval_set
+
+
+def data_settings(args: DataArguments) -> dict:
+    """How the rows to train on are made, to be recorded: `max_length`, and what is not as it is by default."""
+    given = {name: getattr(args, name) for name in DATA_SETTINGS}
+    return {
+        name: value for name, value in given.items() if name == "max_length" or value != getattr(DataArguments, name)
+    }
 
 
 def hold_out(rows: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:

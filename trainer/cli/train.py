@@ -94,7 +94,7 @@ class LoraArguments:
 
 @dataclass
 class RunArguments:
-    """What to do with an earlier run in `output_dir`; by default, it is resumed."""
+    """What to do with an earlier run in `output_dir`; by default, it is resumed, if it is this one."""
 
     overwrite_output_dir: bool = setting("Start anew: deletes the checkpoints in output_dir.", default=False)
 
@@ -119,8 +119,9 @@ def run(
     args: "DraftTrainingArguments",
 ) -> None:
     """Trains a draft for a frozen target, evaluates it by real decoding, and saves it with its card and report. The
-    same command resumes an interrupted run from its last checkpoint, and leaves a finished draft as it is. With
-    `lora_r`, an adapter of an existing draft is trained and saved instead."""
+    same command resumes an interrupted run from its last checkpoint, and leaves a finished draft as it is; another
+    target, other rows or settings are another run, for another `output_dir`. With `lora_r`, an adapter of an existing
+    draft is trained and saved instead."""
     import torch
     from peft import LoraConfig
     from transformers import set_seed
@@ -136,12 +137,14 @@ def run(
     from ..loading import check_shape, load_draft, new_draft, new_trainer
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
     from ..trial import noted
-    from .opening import open_target, open_training_rows, target_commit
+    from .opening import data_settings, open_target, open_training_rows, target_commit
 
     lora, shape = lora_args.lora_config(), draft_args.shape()
     draft_type = draft_args.draft_type or "dflash"
     if lora and not draft_args.draft:
         raise ValueError("`lora_r` adapts a draft that has been saved: name it as `draft`.")
+    if args.do_eval and args.eval_strategy == "no":
+        raise ValueError("`do_eval` says nothing of when: set `eval_strategy` and `eval_steps` instead.")
     check_shape(draft_type, shape)
     set_seed(args.seed)
     target, tokenizer = open_target(target_args)
@@ -167,6 +170,7 @@ def run(
         processing_class=tokenizer,
         callbacks=[SaveOnInterrupt(), TimeEstimate()],
         answers=answers,
+        data_settings=data_settings(data_args),
     )
     if not run_args.overwrite_output_dir and is_finished(trainer):
         print(f"{args.output_dir} is finished and is left as it is; `overwrite_output_dir` starts anew.")

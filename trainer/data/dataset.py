@@ -1,7 +1,7 @@
 """Chat rows to a training set or stream, and its batches."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from .encoder import ENCODED, OUTCOME, ROW, RowEncoder, columns, examples, stable_row_id
@@ -261,23 +262,60 @@ def mix(parts: Sequence[Dataset] | Sequence[IterableDataset], probabilities: Seq
     return interleave_datasets(list(parts), shares, seed=seed, stopping_strategy="all_exhausted")
 
 
+def check_columns(columns: Collection[str]) -> None:
+    """Raises a `ValueError` if rows to train on lack a column that they must have."""
+    if missing := [name for name in ("input_ids", "loss_mask") if name not in columns]:
+        raise ValueError(
+            f"The rows have no `{'`, no `'.join(missing)}` among their columns ({', '.join(sorted(columns))}): "
+            "`prepare_dataset` makes rows to train on from chats. `loss_mask` is 1 where a token is to be learned."
+        )
+
+
+def check_rows(rows, setting: str) -> None:
+    """[`check_columns`] of a set or stream of rows, or several by name, as far as its columns are known; warns that
+    rows without a `row_id` get one."""
+    if isinstance(rows, dict):
+        for name, part in rows.items():
+            check_rows(part, f"{setting}[{name!r}]")
+        return
+    if isinstance(rows, Dataset | IterableDataset):
+        columns = rows.column_names
+    else:
+        columns = list(rows[0]) if rows is not None and has_length(rows) and len(rows) else None
+    if columns is None:
+        return
+    check_columns(columns)
+    if "row_id" not in columns:
+        logger.warning(
+            f"`{setting}` has no column `row_id`, by which anchors are drawn: its rows are named by their content."
+        )
+
+
 @dataclass
 class DraftCollator:
     """Right-pads rows into a batch of `input_ids`, `attention_mask`, `loss_mask` (all `[B, S]` int64, padding 0 in the
     masks) and `row_id` (`[B]` int64), with `document_ids` (`[B, S]`, 0 for padding) and `document_row_ids` (`[B, D]`,
-    padding 0) if the rows are packed."""
+    padding 0) if the rows are packed. A row without a `row_id` gets a hash of its content. Raises a `ValueError` for
+    rows without `input_ids` or `loss_mask`."""
 
     pad_token_id: int
 
     def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
+        check_columns(rows[0])
         batch = {
             "input_ids": _pad([row["input_ids"] for row in rows], self.pad_token_id),
             "attention_mask": _pad([[1] * len(row["input_ids"]) for row in rows], 0),
             "loss_mask": _pad([row["loss_mask"] for row in rows], 0),
-            "row_id": torch.tensor([stable_row_id(row["row_id"]) for row in rows]),
+            "row_id": torch.tensor([_id_of(row) for row in rows]),
         }
         packed = [name for name in ("document_ids", "document_row_ids") if name in rows[0]]
         return batch | {name: _pad([row[name] for row in rows], 0) for name in packed}
+
+
+def _id_of(row: dict) -> int:
+    if row.get("row_id") is not None:
+        return stable_row_id(row["row_id"])
+    return stable_row_id(json.dumps([torch.as_tensor(row[name]).tolist() for name in ("input_ids", "loss_mask")]))
 
 
 def _pad(rows: list, value: int) -> Tensor:

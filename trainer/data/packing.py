@@ -27,8 +27,12 @@ def pack_rows(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | 
         were) too; their own `row_id` is a hash of those.
 
     Raises:
-        ValueError: if a row is longer than `max_length`.
+        ValueError: if a row is longer than `max_length`, or the rows lack a column of those that `prepare_dataset`
+            makes.
     """
+    needed, given = ("input_ids", "loss_mask", "row_id"), dataset.column_names
+    if missing := [name for name in needed if given is not None and name not in given]:
+        raise ValueError(f"data: the rows have no `{'`, no `'.join(missing)}`: pack what `prepare_dataset` makes.")
     options = {"batched": True, "batch_size": PACK_BATCH, "fn_kwargs": {"max_length": max_length}, "features": PACKED}
     if isinstance(dataset, Dataset):
         options["desc"] = "Packing"

@@ -1,6 +1,7 @@
 """The target's own answers to the prompts of a data set: what a draft has to predict is these, not other text."""
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...modeling.saving.atomic_save import staged_directory
 from ...modeling.target.target_identity import weights_fingerprint
+from ..process_lock import one_process
 from .provenance import chat_template_digest, provenance_path, read_settings
 from .rendering import served_prompt, stop_tokens
 from .rows import Source, errors_of, iter_rows, later_turns, open_rows
@@ -63,7 +65,9 @@ def regenerate(
     "length") and `id`. Rows are written in another order than they are read.
 
     An interrupted run resumes where it stopped if called again: ids already in `output_path` are skipped, and a line
-    that was cut short is dropped and written again. The settings are kept in `OUTPUT_PATH.provenance.json`.
+    that was cut short is dropped and written again. Rows may have been added to the source, but those that were
+    answered must be in it, with the same prompts. The settings are kept in `OUTPUT_PATH.provenance.json`. One process
+    at a time writes to a file.
 
     Args:
         source: see [`~blockdraft.trainer.data.rows.open_rows`]; ids must be unique.
@@ -75,9 +79,38 @@ def regenerate(
 
     Raises:
         ValueError: if a row is malformed (file, row and field are named) or an id appears twice, if the output was
-            made with other settings, or if the generation settings are not one plain sequence a prompt.
+            made with other settings, from other prompts, or is being written, or if the generation settings are not
+            one plain sequence a prompt.
     """
-    output_path = Path(output_path)
+    with one_process(output_path):
+        return _regenerate(
+            target,
+            tokenizer,
+            source,
+            Path(output_path),
+            max_new_tokens,
+            generation_config,
+            batch_size,
+            max_prompt_length,
+            template_kwargs,
+            seed,
+            target_revision,
+        )
+
+
+def _regenerate(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    output_path: Path,
+    max_new_tokens: int,
+    generation_config: GenerationConfig | None,
+    batch_size: int,
+    max_prompt_length: int | None,
+    template_kwargs: dict | None,
+    seed: int,
+    target_revision: str | None,
+) -> RegenerateReport:
     config = _resolve(generation_config, target, tokenizer, max_new_tokens)
     _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed, target_revision))
     done = _recover(output_path)
@@ -86,6 +119,8 @@ def regenerate(
     target.eval()
 
     opened = open_rows(source)
+    if done:
+        _check_answered(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, output_path)
     prompts = _pending(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, report)
     rows = sum(len(dataset) for _, dataset in opened)
     with (
@@ -175,9 +210,10 @@ def _check_provenance(output_path: Path, settings: dict) -> None:
         )
 
 
-def _recover(output_path: Path) -> set[int | str]:
-    """The ids already written; an incomplete last line, which a crash leaves, is cut off."""
-    done: set[int | str] = set()
+def _recover(output_path: Path) -> dict[int | str, bytes]:
+    """The ids already written, each with a digest of its prompt's tokens; an incomplete last line, which a crash
+    leaves, is cut off."""
+    done: dict[int | str, bytes] = {}
     if not output_path.exists():
         return done
     with output_path.open("rb+") as output:
@@ -186,7 +222,8 @@ def _recover(output_path: Path) -> set[int | str]:
             if not line.endswith(b"\n"):
                 break
             try:
-                done.add(json.loads(line)["id"])
+                row = json.loads(line)
+                done[row["id"]] = _digest(row["prompt_ids"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"output_path: {output_path}: row {number} is damaged: {error!r}") from error
             whole += len(line)
@@ -194,8 +231,38 @@ def _recover(output_path: Path) -> set[int | str]:
     return done
 
 
+def _digest(ids: list[int]) -> bytes:
+    return hashlib.sha256(json.dumps(ids).encode()).digest()
+
+
+def _check_answered(
+    opened, tokenizer, template_kwargs: dict, done: dict, max_prompt_length: int | None, output_path: Path
+) -> None:
+    """Refuses an output that answers other prompts: rows without an id are numbered, so that those of another file
+    would pass for answered."""
+    rest = set(done)
+    for where, row_id, row in iter_rows(opened):
+        if row_id not in done:
+            continue
+        with errors_of(where):
+            ids, _ = served_prompt(row, tokenizer, template_kwargs)
+        if _digest(ids) != done[row_id]:
+            raise ValueError(
+                f"output_path: {output_path} was made from other data: its row with id {row_id!r} answers another "
+                f"prompt than {where}. Choose another path"
+            )
+        if max_prompt_length is None or len(ids) <= max_prompt_length:
+            rest.discard(row_id)
+    if rest:
+        limit = "" if max_prompt_length is None else f" of at most {max_prompt_length} tokens (max_prompt_length)"
+        raise ValueError(
+            f"output_path: {output_path} was made from other data: {len(rest)} of its {len(done)} answers are to no "
+            f"prompt{limit} of these, such as id {min(rest, key=str)!r}. Choose another path"
+        )
+
+
 def _pending(
-    opened, tokenizer, template_kwargs: dict, done: set, max_prompt_length: int | None, report: RegenerateReport
+    opened, tokenizer, template_kwargs: dict, done: dict, max_prompt_length: int | None, report: RegenerateReport
 ) -> Iterator[_Prompt]:
     seen = set()
     for where, row_id, row in iter_rows(opened):

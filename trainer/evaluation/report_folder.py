@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...hub_cards.plots import BLUE, GREY, ORANGE, acceptance_figure, new_axes, new_panels, shades
@@ -60,11 +60,26 @@ def write_report(
     return path
 
 
-def write_calibration(folder: str | os.PathLike, report: CalibrationReport, command: str | None = None) -> Path:
+def check_calibration(folder: str | os.PathLike, measured: Mapping, own: bool) -> list[str]:
+    """What differs between the calibration that a folder holds and one that is to replace it, in words; `measured` is
+    what [`write_calibration`] gets. Raises a `ValueError` if it is another draft's, unless the folder is the draft's
+    `own`."""
+    file = Path(folder, f"{CALIBRATION_NAME}.json")
+    earlier = json.loads(file.read_text(encoding="utf-8")).get("measured") or {} if file.exists() else {}
+    changed = [name for name in sorted(earlier) if earlier[name] != measured.get(name)]
+    if "draft_sha256" in changed and not own:
+        raise ValueError(f"`output`: {folder} holds the calibration of another draft. Choose another folder.")
+    return [f"`{name}` was {earlier[name]}, now {measured.get(name)}" for name in changed]
+
+
+def write_calibration(
+    folder: str | os.PathLike, report: CalibrationReport, command: str | None = None, measured: Mapping | None = None
+) -> Path:
     """Writes `calibration.md`, `calibration.json` and the reliability plot of what [`calibrate`] found; files of an
-    earlier one are replaced. `command` is what to run to measure this again. Returns the path of `calibration.md`."""
+    earlier one are replaced. `command` is what to run to measure this again, `measured` what was measured and how.
+    Returns the path of `calibration.md`."""
     text = [report.table(), report.summary(), *_measured_by(command), f"![Reliability]({RELIABILITY})"]
-    values = {"command": command} | report.to_dict()
+    values = {"command": command, "measured": measured} | report.to_dict()
     plots = {RELIABILITY: reliability_plot(report)}
     return _write(folder, CALIBRATION_NAME, ["# Confidence calibration", *text], values, plots)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from blockdraft.trainer.cli.main import main
 
@@ -18,6 +19,16 @@ def test_calibrate_writes_temperatures_and_schedules_cut(draft_dir, target_dir, 
     assert {path.name for path in figures.iterdir()} == {"calibration.md", "calibration.json", "reliability.png"}
     temperatures = json.loads((draft / "config.json").read_text())["confidence_temperatures"]
     assert len(temperatures) == 4 and all(temperature > 0 for temperature in temperatures)
+
+    assert main(["calibrate", *pair, *options, "--max_new_tokens", "11"]) == 0
+    assert f"The calibration in {figures} is replaced: `max_new_tokens` was 12, now 11." in capsys.readouterr().out
+    other = shutil.copytree(draft, tmp_path / "other")
+    config = (other / "config.json").read_bytes()
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    assert main(["calibrate", pair[0], str(other), *options]) == 2
+    assert f"{figures} holds the calibration of another draft" in capsys.readouterr().err
+    assert (other / "config.json").read_bytes() == config
 
     generate = ["generate", *pair, "hello there", "--max_new_tokens", "6"]
     assert main(generate) == 0

@@ -19,6 +19,7 @@ def test_train_saves_a_draft_that_loads_and_is_described(draft_dir):
     config = json.loads((draft_dir / "config.json").read_text())
     assert (config["block_size"], config["num_hidden_layers"], config["target_layer_ids"]) == (4, 1, [1, 3])
     assert config["training"]["global_step"] == 2 and config["training"]["answers"] == "those of the data"
+    assert config["training"]["max_length"] == 4096 and (draft_dir / "training_args.json").is_file()
     assert "| held-out prompts |" in (draft_dir / "README.md").read_text()
     assert {"metrics.json", "acceptance.png"} <= names
 
@@ -112,6 +113,34 @@ def test_another_draft_is_not_put_into_a_run(own_run, capsys):
     assert "holds a model and no checkpoint" in capsys.readouterr().err
     assert main([*again, "--block_size", "5", "--overwrite_output_dir"]) == 0
     assert json.loads((other / "config.json").read_text())["block_size"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--learning_rate", "0.5"], "`learning_rate` was 0.0006, now 0.5"),
+        (["--seed", "1"], "`seed` was 42, now 1"),
+        (["--max_length", "26"], "`max_length` was 4096, now 26"),
+        (["--eval_fraction", "0.5"], "rows to train on are others (6 then, 4 now)"),
+        (["--max_steps", "1"], "it has taken 2 steps, and this one ends after 1"),
+    ],
+)
+@pytest.mark.parametrize("draft_type", ["dflash"], scope="session", indirect=True)
+def test_another_run_is_not_taken_for_finished(own_run, capsys, changed, named):
+    config_file, draft_dir = own_run
+    before = {path.name: path.read_bytes() for path in draft_dir.iterdir() if path.is_file()}
+    for state in ("finished", "interrupted"):
+        assert main(["train", str(config_file), *changed]) == 2, state
+        error = capsys.readouterr().err
+        assert "holds another run: " in error and named in error, state
+        assert {path.name: path.read_bytes() for path in draft_dir.iterdir() if path.is_file()} == before
+        (draft_dir / "trainer_state.json").unlink(missing_ok=True)  # what ends a run
+        before.pop("trainer_state.json", None)
+
+
+def test_a_question_of_scripts_is_no_setting(config_file, capsys):
+    assert main(["train", str(config_file), "--do_eval"]) == 2
+    assert "set `eval_strategy`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

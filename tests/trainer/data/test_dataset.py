@@ -12,7 +12,7 @@ from accelerate.data_loader import prepare_data_loader
 from chat_rows import chat, write
 from chat_templates import CHATML, THINKING
 from datasets import Dataset, IterableDataset, concatenate_datasets
-from draft_trainers import make_trainer, weights
+from draft_trainers import make_rows, make_trainer, weights
 from torch.utils.data import DataLoader
 
 from blockdraft.trainer.data.dataset import (
@@ -348,3 +348,32 @@ def test_a_trainer_takes_and_resumes_a_stream(tmp_path, chat_tokenizer):
         assert torch.equal(tensor, weights(whole)[name]), name
     with pytest.raises(ValueError, match="max_steps has to be specified"):
         trainer("endless", max_steps=-1)
+
+
+def test_rows_without_ids_are_named_by_their_content(tmp_path, caplog):
+    """The same draft whatever the order they come in and the place they have; the user is told."""
+    rows, known = make_rows(), []
+    bare = rows.remove_columns("row_id")
+    collate = DraftCollator(0)
+    ids = [collate([row])["row_id"].item() for row in bare]
+    assert len({*ids}) == 8 and collate(list(bare))["row_id"].tolist() == ids
+    for given in (bare, list(bare), bare.to_iterable_dataset()):
+        with caplog.at_level("WARNING", logger="blockdraft"):
+            trainer = make_trainer(tmp_path, given, max_steps=1, train_sampling_strategy="sequential")
+        trainer.train()
+        known.append(weights(trainer))
+        assert caplog.text.count("has no column `row_id`") == 2  # to train and to evaluate on
+        caplog.clear()
+    for name, tensor in known[0].items():
+        assert torch.equal(tensor, known[1][name]) and torch.equal(tensor, known[2][name])
+
+
+@pytest.mark.parametrize("kind", [Dataset.from_list, list, lambda rows: {"chat": Dataset.from_list(rows)}])
+def test_rows_that_cannot_be_trained_on_are_refused_at_once(tmp_path, kind):
+    rows = [{"text": "hello", "input_ids": [1, 2]}]
+    with pytest.raises(ValueError, match=r"no `loss_mask` among their columns \(input_ids, text\): `prepare_dataset`"):
+        make_trainer(tmp_path, kind(rows))
+    with pytest.raises(ValueError, match="no `loss_mask`"):
+        DraftCollator(0)(rows)
+    with pytest.raises(ValueError, match="no `loss_mask`, no `row_id`: pack what `prepare_dataset` makes"):
+        pack_rows(Dataset.from_list(rows), 8)

@@ -1,6 +1,10 @@
 """The target's own answers: exact tokens, resumed runs, kept settings."""
 
 import json
+import re
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -136,6 +140,55 @@ def test_other_settings_do_not_mix(tmp_path, target, chat_tokenizer):
     provenance_path(output).unlink()
     with pytest.raises(ValueError, match=r"out\.jsonl exists, but out\.jsonl\.provenance\.json does not"):
         regenerate(target, chat_tokenizer, source, output, 4, GREEDY)
+
+
+def test_answers_to_other_prompts_do_not_mix(tmp_path, target, chat_tokenizer):
+    """Rows without ids are numbered: those of another file would pass for answered. Prompts may be added."""
+    output = tmp_path / "out.jsonl"
+    known = [{"messages": row["messages"][:1]} for row in rows(4)]
+
+    def run(name, rows, **settings):
+        return regenerate(target, chat_tokenizer, write(tmp_path / name, rows), output, 4, GREEDY, **settings)
+
+    assert run("a.jsonl", known[:3]).written == 3
+    assert (again := run("b.jsonl", known)).resumed == 3 and again.written == 1
+    before = output.read_bytes()
+    with pytest.raises(ValueError, match=r"from other data: its row with id 0 answers another prompt than .*c\.jsonl"):
+        run("c.jsonl", known[::-1])
+    with pytest.raises(
+        ValueError, match="from other data: 2 of its 4 answers are to no prompt of these, such as id 2"
+    ):
+        run("d.jsonl", known[:2])
+    with pytest.raises(ValueError, match=r"to no prompt of at most 3 tokens \(max_prompt_length\) of these"):
+        run("b.jsonl", known, max_prompt_length=3)
+    assert output.read_bytes() == before
+
+
+HOLD = """
+import sys
+from blockdraft.trainer.process_lock import one_process
+
+with one_process(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_writes_a_file(tmp_path, target, chat_tokenizer):
+    """Another one is told who does; the lock of one that was killed is gone with it."""
+    source, output = write(tmp_path / "in.jsonl", rows(2)), tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", HOLD, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        by = (
+            rf"out\.jsonl is being written by process {other.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-"
+        )
+        with pytest.raises(ValueError, match=by):
+            regenerate(target, chat_tokenizer, source, output, 4, GREEDY)
+        assert not output.exists()
+        other.kill()
+    assert regenerate(target, chat_tokenizer, source, output, 4, GREEDY).written == 2
+    assert not (tmp_path / "out.jsonl.holder").exists()
 
 
 def test_sampling_follows_the_seed(tmp_path, target, chat_tokenizer):
