@@ -58,3 +58,10 @@ def test_sampling_settings_leave_nothing_to_the_target():
     assert sampled == {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     with pytest.raises(ValueError, match="`top_k` is -1"):
         SamplingArguments(top_k=-1)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "doctor"])
+def test_a_place_for_the_figures_is_looked_for_at_the_start(command, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "absent" / "figures.json")]
+    assert main([command, "no-target", "no-draft", "--data", "no-data", *output]) == 2
+    assert "`output`: " in (error := capsys.readouterr().err) and "not a folder that can be written to" in error
