@@ -17,9 +17,8 @@ from blockdraft.trainer.training_args import DraftTrainingArguments
 from blockdraft.trainer.training_settings import NOT_TAKEN
 
 ROOT = Path(__file__).parents[2]
-# Other names of `activation_checkpointing`; one that is read under a name put together; what old launchers pass, and
-# what a script that trains was asked to do.
-NOT_READ = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "save_steps", "local_rank", "do_train"}
+# Other names of `activation_checkpointing`, what old launchers pass, and what a script that trains was asked to do.
+NOT_READ = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "local_rank", "do_train"}
 # Reached only from methods of the Trainer that ours replace.
 UNREACHED = {"evaluation_loop", "prediction_step", "_push_from_checkpoint", "hyperparameter_search", "_validate_args"}
 REFUSED = {
