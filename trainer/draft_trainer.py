@@ -241,8 +241,8 @@ class DraftTrainer(SavingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The one that `args.optim` names, with Muon for the weight matrices beside AdamW."""
         optimizer = super().create_optimizer(model)
-        if self.takes_muon and type(optimizer) is torch.optim.AdamW:
-            self.optimizer = MuonAndOther(optimizer, hidden_matrices(self.draft))
+        if self.takes_muon and type(optimizer) is torch.optim.AdamW and (matrices := hidden_matrices(self.draft)):
+            self.optimizer = MuonAndOther(optimizer, matrices)
         return self.optimizer
 
     # ---- one step -----------------------------------------------------------------------------------------------
