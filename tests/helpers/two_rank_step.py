@@ -1,17 +1,20 @@
 """What two processes do together, started by torchrun: one training step of each draft, whose weights rank 0 saves,
-then an evaluation, an epoch of two steps, the first one being the best, and the rest of runs that one process has
-begun, of which each rank saves its view."""
+then an evaluation, an epoch of two steps, the first one being the best, the rest of runs that one process has begun,
+and a run in which one rank gets a signal, of which each rank saves its view."""
 
 import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 
 import torch
 from draft_trainers import ONE_PROCESS, make_trainer, weights
 from dspark_trainers import dspark_trainer
+from transformers import TrainerCallback
 
 from blockdraft.trainer.block_batch import BlockBatch
+from blockdraft.trainer.interrupt import SaveOnInterrupt
 
 output_dir = Path(sys.argv[1])
 for family, make in (("dflash", make_trainer), ("dspark", dspark_trainer)):
@@ -51,6 +54,24 @@ for order in ("random", "group_by_length"):
     )
     trainer.train(resume_from_checkpoint=True)
     view[order] = weights(trainer)
+
+
+class EndOfJob(TrainerCallback):
+    """For the second rank alone, in the middle of the second step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if rank == 1 and state.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+trainer = make_trainer(output_dir / "signalled", **settings)
+trainer.add_callback(SaveOnInterrupt())
+trainer.add_callback(EndOfJob())
+try:
+    trainer.train()
+except KeyboardInterrupt as interrupt:
+    view["left"] = str(interrupt)
 torch.save(view, output_dir / f"rank{rank}.pt")
 # A process that exits while threads of its group are running may abort, even with the group closed: leave them behind.
 trainer.accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""Ctrl-C during training: the running step is finished and saved, and the same call goes on from it."""
+"""Ctrl-C or a scheduler's signal in training: the step is finished and saved, and the same call goes on from it."""
 
 import signal
 
@@ -7,7 +7,7 @@ import torch
 from draft_trainers import LOAD_BEST, make_trainer, weights
 from transformers import TrainerCallback
 
-from blockdraft.trainer.interrupt import SaveOnInterrupt
+from blockdraft.trainer.interrupt import SIGNALS, SaveOnInterrupt
 from blockdraft.trainer.runs import train_draft
 
 
@@ -19,19 +19,19 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, previous)
 
 
-class PressCtrlC(TrainerCallback):
+class Signalled(TrainerCallback):
     """In the middle of a step."""
 
-    def __init__(self, step: int, times: int = 1):
-        self.step, self.times = step, times
+    def __init__(self, step: int, *signals: int):
+        self.step, self.signals = step, signals or (signal.SIGINT,)
 
     def on_substep_end(self, args, state, control, **kwargs):
         if state.global_step == self.step - 1:
-            for _ in range(self.times):
-                signal.raise_signal(signal.SIGINT)
+            for number in self.signals:
+                signal.raise_signal(number)
 
 
-class PressCtrlCInEvaluation(TrainerCallback):
+class InterruptedInEvaluation(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs):
         signal.raise_signal(signal.SIGINT)
 
@@ -45,10 +45,10 @@ def interruptible(output_dir, *callbacks, **settings):
 
 
 def test_the_step_is_saved_and_the_same_call_goes_on(tmp_path, capsys):
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(KeyboardInterrupt, match="after step 2"):
-        train_draft(interruptible(tmp_path / "a", PressCtrlC(2)))
-    assert signal.getsignal(signal.SIGINT) is handler
+        train_draft(interruptible(tmp_path / "a", Signalled(2)))
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-2"]
 
     resumed = interruptible(tmp_path / "a")
@@ -63,9 +63,18 @@ def test_the_step_is_saved_and_the_same_call_goes_on(tmp_path, capsys):
 def test_a_second_press_stops_at_once(tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train_draft(interruptible(tmp_path, PressCtrlC(1, times=2)))
+        train_draft(interruptible(tmp_path, Signalled(1, signal.SIGINT, signal.SIGINT)))
     assert signal.getsignal(signal.SIGINT) is handler
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_schedulers_signal_saves_the_step_however_often_it_comes(tmp_path, number, caplog):
+    """A scheduler's comes to a process twice, from itself and through the launcher."""
+    with pytest.raises(KeyboardInterrupt, match="after step 1, and step 1 is saved"):
+        train_draft(interruptible(tmp_path, Signalled(1, number, number, number)))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert caplog.text.count("saving a checkpoint") == 1 and number.name in caplog.text
 
 
 @pytest.mark.parametrize("strategy", [{"save_strategy": "steps", "save_steps": 1}, {"save_strategy": "best"}])
@@ -73,7 +82,7 @@ def test_the_step_is_kept_beside_the_best_one(tmp_path, strategy):
     """Where one checkpoint is kept, and where only the best step would be saved."""
     settings = LOAD_BEST | strategy | {"save_total_limit": 1}
     with pytest.raises(KeyboardInterrupt, match="step 3 is saved"):
-        train_draft(interruptible(tmp_path / "a", PressCtrlC(3), **settings))
+        train_draft(interruptible(tmp_path / "a", Signalled(3), **settings))
     assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
 
     resumed, straight = (interruptible(tmp_path / name, **settings) for name in "ab")
@@ -84,7 +93,7 @@ def test_the_step_is_kept_beside_the_best_one(tmp_path, strategy):
 
 
 def test_the_last_step_is_saved_after_an_evaluation_that_was_interrupted(tmp_path):
-    trainer = interruptible(tmp_path, PressCtrlCInEvaluation(), eval_strategy="steps", eval_steps=4)
+    trainer = interruptible(tmp_path, InterruptedInEvaluation(), eval_strategy="steps", eval_steps=4)
     with pytest.raises(KeyboardInterrupt, match="step 4 is saved"):
         train_draft(trainer)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]

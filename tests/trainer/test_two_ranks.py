@@ -71,3 +71,10 @@ def test_two_ranks_go_on_where_one_process_was(tmp_path, two_ranks, order):
     whole.train()
     for rank in (two_ranks["rank0"], two_ranks["rank1"]):
         assert_close(rank[order], weights(whole), 1e-5)
+
+
+def test_two_ranks_leave_after_the_same_step_when_one_gets_a_signal(two_ranks):
+    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
+        text, folder = rank["left"].split(" is saved in ")
+        assert text == "after step 2, and step 2"
+        assert [path.name for path in Path(folder).glob("checkpoint-*")] == ["checkpoint-2"]

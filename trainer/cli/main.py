@@ -24,8 +24,8 @@ HELP, HELP_ALL, VERSION = ("-h", "--help"), ("--help_all", "--help-all"), "--ver
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C,
-    141 if what reads the output stopped early, as `head` does."""
+    """Runs the command. Returns its exit code: 0, 1 if `doctor` finds a fault, 2 for wrong input, 130 after Ctrl-C
+    or another signal to stop, 141 if what reads the output stopped early, as `head` does."""
     try:
         code = _main(argv)
         sys.stdout.flush()

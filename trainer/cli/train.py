@@ -179,7 +179,11 @@ def run(
             with suppress(OSError, ValueError):  # raised at the end
                 trainer.publisher.publish(args.output_dir, commit_message="Model save")
     else:
-        train_draft(trainer, run_args.overwrite_output_dir)
+        try:
+            train_draft(trainer, run_args.overwrite_output_dir)
+        except KeyboardInterrupt:
+            trainer.accelerator.end_training()  # as at the end
+            raise
         if args.eval_decode_prompts:
             trainer.save_model(_internal_call=True)  # whatever becomes of the measurement
         if args.eval_decode_prompts and trainer.is_world_process_zero():
