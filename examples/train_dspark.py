@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.trainer_utils import get_last_checkpoint
 
 from blockdraft import DraftTrainingArguments, DSparkTrainer
-from blockdraft.trainer.data.dataset import prepare_dataset
+from blockdraft.trainer.data.dataset import hold_out, prepare_dataset
 from blockdraft.trainer.data.rendering import stop_tokens
 from blockdraft.trainer.loading import new_draft
 
@@ -41,7 +41,7 @@ class ScriptArguments:
     target_revision: str | None = field(default=None, metadata={"help": "Commit, tag or branch of the target."})
     target_dtype: str = field(default="auto", metadata={"help": "Dtype of the target; auto: as saved."})
     max_length: int = field(default=4096, metadata={"help": "Longest row in tokens."})
-    eval_fraction: float = field(default=0.05, metadata={"help": "Share of the rows held out."})
+    eval_fraction: float = field(default=0.05, metadata={"help": "Share of the conversations held out."})
     num_draft_layers: int | None = field(default=None, metadata={"help": "Stages of the draft (3)."})
     block_size: int | None = field(default=None, metadata={"help": "Tokens drafted at once (5)."})
     target_layer_ids: list[int] | None = field(
@@ -69,7 +69,7 @@ def main(script_args: ScriptArguments, training_args: DraftTrainingArguments) ->
     with training_args.main_process_first(desc="encoding the data"):
         dataset, report = prepare_dataset(script_args.data, tokenizer, script_args.max_length, stop_token_ids=stops)
     print(report)
-    dataset = dataset.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
+    dataset = hold_out(dataset, script_args.eval_fraction, training_args.seed)
 
     # Draft: its shape follows from the target unless given
     given = ("num_draft_layers", "block_size", "target_layer_ids", "markov_rank", "confidence_input")

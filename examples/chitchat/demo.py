@@ -185,8 +185,13 @@ def answer(
 
 def unseen_prompts(rows: list[dict], seen: list[dict]) -> list[dict]:
     """Rows of conversations that have no row in `seen`."""
-    conversations = {row["id"].split(":")[0] for row in seen}
-    return [row for row in rows if row["id"].split(":")[0] not in conversations]
+    conversations = {conversation(row) for row in seen}
+    return [row for row in rows if conversation(row) not in conversations]
+
+
+def conversation(row: dict) -> str:
+    """The conversation that a prompt of [`~corpus.prompts`] is from."""
+    return row["id"].split(":")[0]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> list[list[int]]:
@@ -233,7 +238,7 @@ def calibrate_confidence(trainer: DraftTrainer, rows: list[dict], run_dir: Path,
         report = calibrate(
             target,
             draft,
-            *split_prompts(encode(tokenizer, rows), seed=demo.seed),
+            *split_prompts(encode(tokenizer, rows), seed=demo.seed, conversations=[conversation(row) for row in rows]),
             max_new_tokens=demo.max_new_tokens,
             rounds=demo.calibration_rounds,
         )

@@ -88,7 +88,7 @@ class DataArguments:
     packing: bool = setting("Pack the rows to train on into rows of max_length tokens.", default=False)
     num_proc: int | None = setting("Processes that encode rows.", default=None)
     eval_data: list[str] | None = setting("Held-out chat rows.", default=None)
-    eval_fraction: float = setting("Share of the training rows held out if there is no eval_data.", default=0.02)
+    eval_fraction: float = setting("Share of the conversations held out if there is no eval_data.", default=0.02)
     max_length: int = setting(MAX_LENGTH, default=4096)
     assistant_turns: str = setting("Turns that are learned: all or last.", default="all")
     train_on_thinking: bool = setting("Learn an answer's thinking block instead of only reading it.", default=True)

@@ -55,7 +55,8 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
         raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is rewritten.")
     check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, dtype=args.draft_dtype)
-    fit, test = split_prompts(open_prompts(args, tokenizer))
+    prompts, conversations = open_prompts(args, tokenizer)
+    fit, test = split_prompts(prompts, conversations=conversations)
     settings = {name: getattr(args, name) for name in ("rounds", "max_new_tokens")} | asdict(sampling_args)
     measured = settings | {
         "draft_sha256": weights_fingerprint(draft),

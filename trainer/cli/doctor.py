@@ -61,7 +61,7 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
         rows, report = prepare_dataset(args.data, tokenizer, args.max_length, **settings)
         print(f"data: {report}")
         if not len(rows):
-            prompts = open_prompts(args, tokenizer)
+            prompts, _ = open_prompts(args, tokenizer)
         findings += check_provenance(report.provenance, target, tokenizer, args.template_kwargs, commit)
     findings += doctor(
         target,

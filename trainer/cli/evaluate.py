@@ -87,7 +87,7 @@ def run(
     if args.card:
         check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision, args.draft_dtype)
-    prompts = open_prompts(args, tokenizer)
+    prompts, _ = open_prompts(args, tokenizer)
     set_seed(sampling_args.seed)
     with served_block_size(draft, draft.config.block_size if args.block_size is None else args.block_size):
         report = evaluate_decoding(

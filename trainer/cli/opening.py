@@ -12,7 +12,7 @@ from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.decoding.cost_table import CostTable
 from ...modeling.target.pairing import check_pair
 from ...modeling.target.target_identity import loaded_commit
-from ..data.dataset import mix, prepare_dataset, prepare_stream
+from ..data.dataset import hold_out, mix, prepare_dataset, prepare_stream
 from ..data.packing import pack_rows
 from ..data.prompts import read_prompts
 from ..data.rendering import stop_tokens
@@ -49,11 +49,12 @@ def open_pair(
     return target, tokenizer, model
 
 
-def open_prompts(args, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of `args.num_prompts` prompts of the chat rows in `args.data`; says what became of the rows."""
+def open_prompts(args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[int | str]]:
+    """Token ids of `args.num_prompts` prompts of the chat rows in `args.data`, and their conversations; says what
+    became of the rows."""
     prompts, report = read_prompts(args.data, tokenizer, args.num_prompts, args.max_length, args.template_kwargs)
     print(f"data: {report}")
-    return prompts
+    return prompts, report.conversations
 
 
 def check_writable(setting: str, folder: Path) -> None:
@@ -120,11 +121,3 @@ def data_settings(args: DataArguments) -> dict:
     return {
         name: value for name, value in given.items() if name == "max_length" or value != getattr(DataArguments, name)
     }
-
-
-def hold_out(rows: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
-    """`train` and `test` rows: a share of them, at least one, is held out."""
-    held_out = max(1, round(fraction * len(rows)))
-    if held_out == len(rows):
-        raise ValueError("`train_data` has one row: none is left to hold out; give more rows, or `eval_data`.")
-    return rows.train_test_split(test_size=held_out, seed=seed)

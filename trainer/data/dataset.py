@@ -108,7 +108,8 @@ def prepare_dataset(
     **settings,
 ) -> tuple[Dataset, DataReport]:
     """Turns chat rows into training rows with the columns `input_ids`, `loss_mask` (0 or 1), `row_id` (int64) and
-    `prompt_length` (how many of the ids serving sends for the last supervised answer).
+    `prompt_length` (how many of the ids serving sends for the last supervised answer) and `conversation_id` (int64),
+    by which [`hold_out`] splits them.
 
     Encoding is a cached `Dataset.map`: rows lie in a file and memory does not grow with them; the same rows,
     tokenizer, template and settings are encoded once, whichever process asks (a dataset in memory: every time). Row
@@ -260,6 +261,23 @@ def mix(parts: Sequence[Dataset] | Sequence[IterableDataset], probabilities: Seq
         )
     shares = [probability / sum(probabilities) for probability in probabilities]
     return interleave_datasets(list(parts), shares, seed=seed, stopping_strategy="all_exhausted")
+
+
+def hold_out(rows: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
+    """Splits the rows of [`prepare_dataset`] into `train` and `test`: a share of the conversations, at least one, is
+    held out with all of its rows (one a turn, where the chat template rewrites earlier turns; several with one `id`).
+    Raises a `ValueError` if there is one conversation only."""
+    conversations: dict[int, list[int]] = {}
+    for index, conversation in enumerate(rows["conversation_id"][:]):
+        conversations.setdefault(conversation, []).append(index)
+    held_out = max(1, round(fraction * len(conversations)))
+    if held_out >= len(conversations):
+        raise ValueError(
+            f"The data have {len(conversations)} conversations (rows of one `id` are one), of which {held_out} would "
+            "be held out: none is left to train on. Give more rows, or `eval_data`."
+        )
+    split = Dataset.from_dict({"rows": [*conversations.values()]}).train_test_split(test_size=held_out, seed=seed)
+    return {name: rows.select([i for indices in part["rows"][:] for i in indices]) for name, part in split.items()}
 
 
 def check_columns(columns: Collection[str]) -> None:

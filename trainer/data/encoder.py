@@ -24,6 +24,7 @@ ROW = Features(
         "loss_mask": List(Value("int8")),
         "row_id": Value("int64"),
         "prompt_length": Value("int32"),  # how many of the ids serving sends for the last supervised turn
+        "conversation_id": Value("int64"),  # of all rows that the chat row gives, see `hold_out`
     }
 )
 OUTCOME = Features(
@@ -88,14 +89,14 @@ class RowEncoder:
     def __call__(self, example: dict, where: str, default_id: int | str) -> list[dict]:
         """One example of an opened dataset as rows of `ENCODED`; what is wrong with it is in `dropped`, or in
         `problem`, which begins with `where` it is. `default_id` is its id if it has none of its own."""
-        encoded, dropped, problem, unused, names = [EncodedRow([], [], False, [])], "", "", [], [default_id]
+        encoded, dropped, problem, unused, key = [EncodedRow([], [], False, [])], "", "", [], default_id
         try:
             with errors_of(where):
                 row = read_row(example)
                 if row is None:
                     dropped = "blank line"
                 else:
-                    names = [row_id(row, default_id)]
+                    key = row_id(row, default_id)
                     encoded = encode_turns(
                         row,
                         self.tokenizer,
@@ -107,15 +108,15 @@ class RowEncoder:
                     )
                     unused = fields_without_effect(row, self._template(row_tools(row)))
                 if self.id_prefix:
-                    names = [f"{self.id_prefix}/{names[0]}"]
-                if len(encoded) > 1:
-                    names = [f"{names[0]}/turn {part}" for part in range(len(encoded))]
-                names = [stable_row_id(name) for name in names]
+                    key = f"{self.id_prefix}/{key}"
+                names = [key] if len(encoded) == 1 else [f"{key}/turn {part}" for part in range(len(encoded))]
+                names, conversation = [stable_row_id(name) for name in names], stable_row_id(key)
         except ValueError as error:
-            encoded, names, problem = [EncodedRow([], [], False, [])], [0], str(error)
+            encoded, names, conversation, problem = [EncodedRow([], [], False, [])], [0], 0, str(error)
         rows = zip(encoded, names, strict=True)
         return [
-            self._row(turn, name, part, dropped, problem, [] if part else unused)
+            self._row(turn, part, dropped, problem, [] if part else unused)
+            | {"row_id": name, "conversation_id": conversation}
             for part, (turn, name) in enumerate(rows)
         ]
 
@@ -126,7 +127,8 @@ class RowEncoder:
             return None
         return self.tokenizer.get_chat_template(given, tools)
 
-    def _row(self, turn: EncodedRow, row_id: int, part: int, dropped: str, problem: str, unused: list[str]) -> dict:
+    def _row(self, turn: EncodedRow, part: int, dropped: str, problem: str, unused: list[str]) -> dict:
+        """What a turn alone gives of a row of `ENCODED`."""
         size = self.max_length
         supervised = sum(turn.loss_mask[:size])
         if not (problem or dropped or supervised):
@@ -135,7 +137,6 @@ class RowEncoder:
         return {
             "input_ids": turn.input_ids[:size],
             "loss_mask": turn.loss_mask[:size],
-            "row_id": row_id,
             "prompt_length": max((prompt for prompt in turn.prompts if any(turn.loss_mask[prompt:size])), default=0),
             "part": part,
             "supervised": supervised,

@@ -1,11 +1,11 @@
 """Prompts of chat rows, as serving sends them: what is decoded to evaluate or to calibrate a draft."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from .rendering import served_prompt
-from .rows import Source, errors_of, later_turns, open_rows, read_row
+from .rows import Source, errors_of, later_turns, open_rows, read_row, row_id
 
 
 @dataclass
@@ -17,6 +17,7 @@ class PromptReport:
     too_long: int = 0  # of the chosen rows, those left out with more than `max_length` tokens
     empty: int = 0  # of the chosen rows, those left out since nothing comes before an answer
     later_turns: int = 0  # of rows with `turns`, of which the first is taken
+    conversations: list[int | str] = field(default_factory=list)  # of the prompts: their rows' `id`, or number
 
     def __str__(self) -> str:
         left_out = (
@@ -61,6 +62,7 @@ def read_prompts(
                 continue
             prompts.append([int(token) for token in ids])
             report.later_turns += later_turns(row)
+            report.conversations.append(row_id(row, first + index))
         first += len(dataset)
     report.prompts = len(prompts)
     if not prompts:

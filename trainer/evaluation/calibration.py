@@ -15,8 +15,9 @@ the stop would keep the rejections there and drop the acceptances: confidence wo
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,16 +251,27 @@ def decode_rounds(
 
 
 def split_prompts(
-    prompts: Sequence[Sequence[int]], fit_share: float = FIT_SHARE, seed: int = 0
+    prompts: Sequence[Sequence[int]],
+    fit_share: float = FIT_SHARE,
+    seed: int = 0,
+    conversations: Sequence[Hashable] | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Shuffles prompts, without repetitions, into two parts: to fit on and to test on. Raises a `ValueError` for fewer
-    than two different prompts."""
-    unique = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
-    if len(unique) < 2:
-        raise ValueError(f"{len(unique)} different prompts are too few: calibration fits on some and tests on others.")
-    random.Random(seed).shuffle(unique)
-    fit = min(max(1, round(fit_share * len(unique))), len(unique) - 1)
-    return unique[:fit], unique[fit:]
+    """Shuffles prompts, without repetitions, into two parts: to fit on and to test on. Those of one conversation, the
+    names of which are `conversations`, stay together. Raises a `ValueError` for fewer than two different prompts, or
+    conversations."""
+    unique: dict[tuple, Hashable] = {}
+    for number, prompt in enumerate(map(tuple, prompts)):
+        unique.setdefault(prompt, number if conversations is None else conversations[number])
+    together: dict[Hashable, list[list[int]]] = {}
+    for prompt, conversation in unique.items():
+        together.setdefault(conversation, []).append(list(prompt))
+    groups = [*together.values()]
+    if len(groups) < 2:
+        what = "prompts" if conversations is None else "conversations"
+        raise ValueError(f"{len(groups)} different {what} are too few: calibration fits on some and tests on others.")
+    random.Random(seed).shuffle(groups)
+    fit = min(max(1, round(fit_share * len(groups))), len(groups) - 1)
+    return [*chain(*groups[:fit])], [*chain(*groups[fit:])]
 
 
 def calibrate(

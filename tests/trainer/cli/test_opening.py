@@ -66,7 +66,7 @@ def test_commands_decode_the_prompts_that_serving_sends(monkeypatch, capsys):
         CalibrateArguments(draft="d", data=path),
         DoctorArguments(draft="d", data=path),
     ):
-        prompts = opening.open_prompts(arguments, tokenizer)
+        prompts, _ = opening.open_prompts(arguments, tokenizer)
         assert len(prompts) == 2 and prompts[0] == served
         assert capsys.readouterr().out == "data: 2 prompts of 2 rows\n"
 

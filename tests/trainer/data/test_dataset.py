@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from blockdraft.trainer.data.dataset import (
     DraftCollator,
+    hold_out,
     mix,
     prepare_dataset,
     prepare_stream,
@@ -29,16 +30,41 @@ def test_rows_become_ids_masks_and_row_ids(tmp_path, chat_tokenizer):
     path = write(tmp_path / "a.jsonl", [chat("fine"), chat("it is", "so", id="x"), chat("well", id=7)])
     more = write(tmp_path / "b.jsonl", [{"prompt_ids": [4, 5], "completion_ids": [6, 2]}])
     dataset, report = prepare_dataset([path, more], chat_tokenizer, max_length=64)
-    assert dataset.column_names == ["input_ids", "loss_mask", "row_id", "prompt_length"]
-    assert dataset["row_id"][:] == [0, stable_row_id("x"), 7, 3]
+    assert dataset.column_names == ["input_ids", "loss_mask", "row_id", "prompt_length", "conversation_id"]
+    assert dataset["row_id"][:] == dataset["conversation_id"][:] == [0, stable_row_id("x"), 7, 3]
     expected = chat_tokenizer.apply_chat_template(chat("fine")["messages"], return_dict=True)["input_ids"]
     assert dataset[0]["input_ids"] == expected
     kept = [i for i, m in zip(dataset[0]["input_ids"], dataset[0]["loss_mask"], strict=True) if m]
     assert chat_tokenizer.decode(kept) == "fine<|im_end|>"
-    assert dataset[3] == {"input_ids": [4, 5, 6, 2], "loss_mask": [0, 0, 1, 1], "row_id": 3, "prompt_length": 2}
+    row = {"input_ids": [4, 5, 6, 2], "loss_mask": [0, 0, 1, 1], "prompt_length": 2}
+    assert dataset[3] == row | {"row_id": 3, "conversation_id": 3}
     assert (report.rows, report.kept, report.truncated, report.dropped, report.bad) == (4, 4, 0, {}, 0)
     assert report.supervised_tokens == sum(sum(mask) for mask in dataset["loss_mask"])
     assert report.open_turns == 0 and report.provenance == {}
+
+
+@pytest.mark.parametrize("kind", ["turns that the template rewrites", "rows of one id"])
+def test_a_conversation_is_trained_on_or_held_out_as_a_whole(kind, tmp_path, chat_tokenizer):
+    if kind == "rows of one id":
+        rows = [chat("a", *"bc"[:turn], id=f"x{i}") for i in range(20) for turn in range(3)]
+    else:
+        chat_tokenizer.chat_template = THINKING
+        rows = [chat(*["<think>hm</think>a"] * 3, id=f"x{i}") for i in range(20)]
+    dataset, report = prepare_dataset(write(tmp_path / "a.jsonl", rows), chat_tokenizer, max_length=128)
+    parts = hold_out(dataset, 0.25, seed=0)
+    train, test = (set(parts[name]["conversation_id"]) for name in ("train", "test"))
+    assert len(dataset) == 60 and len(test) == 5 and not train & test
+    assert train | test == {stable_row_id(f"x{i}") for i in range(20)}
+    assert len(parts["test"]) == 15 and len(parts["train"]) == 45
+
+
+def test_rows_that_are_conversations_of_their_own_are_split_as_datasets_does(tmp_path, chat_tokenizer):
+    dataset, _ = prepare_dataset(write(tmp_path / "a.jsonl", [chat("a")] * 20), chat_tokenizer, max_length=64)
+    expected = dataset.train_test_split(test_size=5, seed=3)
+    for name, rows in hold_out(dataset, 0.25, seed=3).items():
+        assert rows.to_list() == expected[name].to_list()
+    with pytest.raises(ValueError, match="1 conversations .* none is left to train on"):
+        hold_out(dataset.select([0]), 0.25, seed=0)
 
 
 def test_truncated_and_dropped_rows_are_counted(tmp_path, chat_tokenizer):

@@ -256,6 +256,16 @@ class TestPrompts:
         with pytest.raises(ValueError, match="1 different prompts"):
             split_prompts([[1], [1]])
 
+    def test_a_conversation_is_in_one_part(self):
+        """And prompts that are conversations of their own are split as ever."""
+        prompts = [[i, turn] for i in range(30) for turn in range(1 + i % 3)]
+        fit, test = split_prompts(prompts, conversations=[i for i, _ in prompts])
+        assert sorted(fit + test) == prompts
+        assert len({i for i, _ in fit}) == 10 and not {i for i, _ in fit} & {i for i, _ in test}
+        assert split_prompts(prompts, conversations=range(len(prompts))) == split_prompts(prompts)
+        with pytest.raises(ValueError, match="1 different conversations"):
+            split_prompts([[1], [2]], conversations=["a", "a"])
+
     def test_what_cannot_be_calibrated(self):
         config = SimpleNamespace(model_type="kimi_k3_dflash")
         with pytest.raises(ValueError, match="no confidence head"):
