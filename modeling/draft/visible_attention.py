@@ -146,6 +146,8 @@ def _group_blocks(
     return groups
 
 
+# Its groups differ from batch to batch, and torch.compile would make code of each: compiled layers call it as it is.
+@torch.compiler.disable
 def attend_visible(
     queries: Tensor,
     keys: Tensor,

@@ -6,6 +6,7 @@ from deepseek_v41_dspark_models import dspark_inputs, tiny_dspark
 from dense_blocks import block_attention_mask
 from draft_models import draft_inputs, tiny_draft
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockdraft.modeling.draft import visible_attention
@@ -357,3 +358,25 @@ def test_an_implementation_of_ones_own_gets_the_dense_mask():
     draft.config._attn_implementation = "of_ones_own"
     torch.testing.assert_close(draft(**inputs).last_hidden_state, expected)
     assert all(mask.shape == (1, 1, 8, 17) for mask in masks) and len(masks) == 2
+
+
+def test_a_compiled_layer_calls_it_as_it_is():
+    """Whatever the layout that the compiler gives to queries and keys, and without code for each batch's groups."""
+    heads, block_size = HEADS["MLA"], 3
+    torch._dynamo.reset()
+
+    def layer(states, attention, visible):
+        queries = states[:, CONTEXT:].unflatten(-1, (4, 8)).transpose(1, 2) * 2
+        keys = states.unflatten(-1, (4, 8)).transpose(1, 2)
+        return attention(queries, keys, keys * 3, visible, 0.3).sin()
+
+    compiled = torch.compile(layer, backend=(counter := CompileCounterWithBackend("aot_eager")))
+    for rows in ([[1, 3, 9]], [[2, 20, 25]], [[0, 4, 30]], [[7, 8, None]]):
+        anchors, keep = anchors_of_rows(rows)
+        visible = plan(anchors, keep, block_size, heads, causal=True)
+        states = torch.randn(1, CONTEXT + 3 * block_size, 32, requires_grad=True)
+        outputs = [call(states, attend_visible, visible) for call in (compiled, layer)]
+        gradients = [torch.autograd.grad(output.square().sum(), states)[0] for output in outputs]
+        torch.testing.assert_close(*outputs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 2  # before it and after it, for all batches
