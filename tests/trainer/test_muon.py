@@ -110,14 +110,15 @@ def test_training_with_a_scheduler_that_asks_for_more(name, tmp_path):
 
 
 def test_a_copy_takes_the_same_steps():
-    """Made by `copy`, or pickled, as accelerate's wrapper is too."""
+    """Made by `copy`, or pickled, after steps under accelerate."""
     net = model()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    optimizer = accelerator.prepare(both(net))
+    accelerator, optimizer = Accelerator(cpu=True, gradient_accumulation_steps=2), both(net)
+    before = net[0].weight.clone()
     for step in range(2):
         with accelerator.accumulate(net):
             backward(net, step)
-            optimizer.step()
+            accelerator.prepare(optimizer).step()
+        assert torch.equal(before, net[0].weight) == (step == 0)
     copies = [copy.deepcopy((net, optimizer)), pickle.loads(pickle.dumps((net, optimizer)))]
     for network, copied in ((net, optimizer), *copies):
         backward(network, 2)
@@ -149,7 +150,9 @@ def test_an_added_group_is_the_others():
     backward(net, 0)
     added.grad = torch.ones_like(added)
     optimizer.step()
-    assert torch.allclose(added, torch.full_like(added, 0.5 - 0.5 * 1e-2), atol=1e-6)  # AdamW's first step and decay
+    assert torch.allclose(
+        added, torch.full_like(added, 1 - 0.5 * 0.1 - 0.5), atol=1e-6
+    )  # AdamW's decay and first step
     assert set(optimizer.state[added]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
