@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..modeling.families import family_of
 from ..modeling.saving.atomic_save import staged_directory
-from .facts import git_revision, recipe, target_id, text
+from .facts import git_revision, recipe, target_class, target_id, text
 from .plots import write_acceptance_plot
 from .results import FEW_PROMPTS, FIGURES, DecodingResult, benchmark_entries, model_index, read_results
 from .rules import OTHER, check_datasets, check_license, is_hub_id
@@ -145,6 +145,7 @@ def make_card(
         target_name=target or f"a {text(record.get('architecture') or 'causal')} language model",
         revision=git_revision(record.get("revision")) if target else None,
         adapter=adapter,
+        target_class=target_class(config),
         needs_blockdraft=record.get("model_type") in OWN_TARGET_TYPES,
         transformers_version=TRANSFORMERS_VERSION,
         results=results,

@@ -5,6 +5,10 @@ import re
 from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from .rules import is_hub_id
 
@@ -28,6 +32,14 @@ def target_id(config: PreTrainedConfig) -> str | None:
     """The target's Hub id. A local path says nothing to readers and much about its author's machine."""
     name = (config.target or {}).get("name_or_path")
     return name if is_hub_id(name) else None
+
+
+def target_class(config: PreTrainedConfig) -> str:
+    """The Auto class that loads the target: of those that read images or sound, many are no causal language models."""
+    architecture = (config.target or {}).get("architecture")
+    causal, multimodal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()
+    is_multimodal = architecture in multimodal and architecture not in causal
+    return "AutoModelForMultimodalLM" if is_multimodal else "AutoModelForCausalLM"
 
 
 def git_revision(revision: str | None) -> str | None:

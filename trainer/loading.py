@@ -5,8 +5,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from peft import PeftConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..modeling.families import DFLASH, DSPARK, FAMILIES, family_of
@@ -34,9 +45,20 @@ def load_target(
     check_path("target", name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    load = AutoModelForCausalLM.from_pretrained
+    load = auto_class(name, **where).from_pretrained
     target = load_decoded(load, name, dtype=dtype, device_map=device_map, **where).eval()
     return (target if device_map else target.to(default_device())), tokenizer
+
+
+def auto_class(name: str, **where) -> type:
+    """The Auto class that knows a target: of the models that read images or sound beside text, many are not among the
+    causal language models."""
+    if is_adapter(name, where["revision"]) and not os.path.isfile(os.path.join(name, CONFIG_NAME)):
+        # Its base's; the revision is the adapter's.
+        name, where = PeftConfig.from_pretrained(name, revision=where["revision"]).base_model_name_or_path, {}
+    config = type(AutoConfig.from_pretrained(name, **where))
+    is_multimodal = config in MODEL_FOR_MULTIMODAL_LM_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
 
 
 def load_draft(

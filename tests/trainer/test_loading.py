@@ -1,12 +1,16 @@
-"""Drafts and trainers by name: the shape of a new draft, the trainer of its method."""
+"""Targets, drafts and trainers by name: a target's class, the shape of a new draft, the trainer of its method."""
 
 import pytest
-from decoding_models import build_draft, build_target
+import torch
+from any_targets import MULTIMODAL, build_multimodal
+from counting_pairs import counting_tokenizer
+from decoding_models import build_draft, build_target, prompts
+from peft import LoraConfig, get_peft_model
 
 from blockdraft.modeling.families import DFLASH, DSPARK, FAMILIES
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.dspark_trainer import DSparkTrainer
-from blockdraft.trainer.loading import TRAINERS, check_path, check_shape, new_draft
+from blockdraft.trainer.loading import TRAINERS, check_path, check_shape, load_target, new_draft
 
 
 def test_every_method_has_a_trainer():
@@ -42,3 +46,31 @@ def test_a_local_path_that_does_not_exist_is_no_hub_id(tmp_path):
             check_path("draft", name)
     check_path("draft", str(tmp_path))
     check_path("draft", "owner/name")
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_a_target_that_reads_images_too_is_found(name, tmp_path):
+    """Some are among the causal language models of transformers, some are not."""
+    saved = build_multimodal(name)
+    saved.save_pretrained(tmp_path)
+    counting_tokenizer().save_pretrained(tmp_path)
+    target, _ = load_target(str(tmp_path))
+    assert type(target) is type(saved)
+    with torch.no_grad():
+        logits = target(prompts(1)[0]).logits
+        torch.testing.assert_close(logits, saved(prompts(1)[0]).logits, atol=1e-4, rtol=1e-4)  # sdpa, eager
+
+
+def test_a_target_with_an_adapter_is_found(tmp_path):
+    base = build_target("qwen3")
+    base.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(build_target("qwen3"), LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    counting_tokenizer().save_pretrained(tmp_path / "adapter")
+    target, _ = load_target(str(tmp_path / "adapter"))
+    assert type(target) is type(base)
+    with torch.no_grad():
+        ours, theirs, plain = (model(prompts(1)[0]).logits for model in (target, adapted, base))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert (ours - plain).abs().max() > 1e-2
