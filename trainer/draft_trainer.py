@@ -30,7 +30,7 @@ from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_t
 from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, dflash_loss
 from .saving_trainer import SavingTrainer
-from .target_states import TargetStates
+from .target_states import TargetStates, check_row_lengths
 from .training_args import ADAMW, DraftTrainingArguments
 from .training_log import LogWindow, TrainingLog
 from .trial import noted, try_ending
@@ -139,6 +139,8 @@ class DraftTrainer(SavingTrainer):
         for fault in transform_faults(self.target, self.draft_config):
             logger.warning(fault)
         check_head(self.target, self.draft, self.args.device)
+        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        check_row_lengths(self.target, [self.train_dataset, *sets])
         self._target_states = TargetStates(self.target, self.draft_config, self.args.device)
         self._cached_states = FeatureCache(Path(args.output_dir)) if args.cache_features else None
 

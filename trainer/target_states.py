@@ -1,17 +1,29 @@
 """What a frozen target gives to training: the features that its draft reads, and the states that its LM head reads."""
 
 import inspect
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..configuration.configuration_draft import DraftConfig
 from ..modeling.draft.documents import document_positions
+from ..modeling.target.positions import check_length, has_position_table
 from ..modeling.target.target_features import capture_features
 
+TOO_LONG = "Encode the rows with a lower `max_length`."
 PROBE_TOKENS = 48  # of a row, on which it is tried whether a target keeps documents apart
+
+
+def check_row_lengths(target: PreTrainedModel, datasets: Iterable) -> None:
+    """Raises a `ValueError` if a row of one of these is longer than the target's table of positions, where it has one.
+    Streams, which have no end, are held against it row by row, and packed rows have positions for each document."""
+    for rows in datasets if has_position_table(target) else ():
+        if isinstance(rows, Dataset) and "document_ids" not in rows.column_names:
+            check_length(target, max(map(len, rows["input_ids"]), default=0), "The longest row", TOO_LONG)
 
 
 class _HeadReached(BaseException):
@@ -26,6 +38,7 @@ class TargetStates:
         self._target, self._config, self._device = target, config, device
         self._accepts = inspect.signature(target.get_decoder().forward).parameters
         self._keeps_documents_apart = False
+        self._has_table = has_position_table(target)
 
     @torch.no_grad()
     def read(self, inputs: dict[str, Tensor], head_input: bool = False) -> tuple[Tensor, ...]:
@@ -38,12 +51,15 @@ class TargetStates:
             target's LM head reads, `[B, S, hidden_size]`, in the target's dtype.
 
         Raises:
-            ValueError: if the rows are packed and the target mixes their documents (tried on the first that come), or
-                if it makes its logits without calling the head whose input is wanted.
+            ValueError: if the rows are packed and the target mixes their documents (tried on the first that come), if
+                one is longer than its table of positions, or if it makes its logits without calling the head whose
+                input is wanted.
         """
         if "document_ids" in inputs and not self._keeps_documents_apart:
             self._check_documents_apart(inputs)
             self._keeps_documents_apart = True
+        elif self._has_table and "document_ids" not in inputs:
+            check_length(self._target, inputs["input_ids"].shape[1], "The longest row of a batch", TOO_LONG)
         return self._features_and_head_input(inputs) if head_input else (self._features(inputs),)
 
     def _features(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from decoding_models import COMMON, LLAMA_LIKE, build_target
 from draft_trainers import BLOCK, make_rows, make_trainer, placed_batch
 from dspark_trainers import dspark_trainer, v41_target
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, BloomFor
 
 from blockdraft.modeling.target.target_features import decoder_layers
 from blockdraft.trainer.data.packing import pack_rows
-from blockdraft.trainer.target_states import TargetStates
+from blockdraft.trainer.target_states import TargetStates, check_row_lengths
 
 
 @pytest.mark.parametrize("target_name", ["k3", "gpt2", "gemma3"])
@@ -108,3 +109,23 @@ def test_targets_that_mix_documents_are_refused(tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match="DeepseekV41ForCausalLM cannot keep documents apart"):
             trainer.compute_loss(trainer.model, batch)
+
+
+def test_rows_longer_than_a_targets_table_of_positions(tmp_path):
+    """Refused before training, in any of the sets; in a stream when they come. Packed rows hold shorter ones."""
+    row = {"input_ids": [1] * 1025, "loss_mask": [1] * 1025, "row_id": 0}
+    long, short = Dataset.from_list([row]), make_rows(2)
+    message = "1025 tokens, more than the 1024 positions of the target, GPT2LMHeadModel"
+    with pytest.raises(ValueError, match=f"The longest row: {message}"):
+        make_trainer(tmp_path, long, "gpt2")
+    trainer = make_trainer(tmp_path, short, "gpt2")
+    with pytest.raises(ValueError, match=f"The longest row: {message}"):
+        check_row_lengths(trainer.target, [short, None, long])
+    stream = make_trainer(tmp_path, long.to_iterable_dataset(), "gpt2")
+    with pytest.raises(ValueError, match=f"The longest row of a batch: {message}"):
+        stream.target_states(stream.data_collator([row]))
+    row = {"input_ids": [1] * 600, "loss_mask": [1] * 600, "row_id": 0}
+    packed = pack_rows(Dataset.from_list([row, row]), 1200)
+    assert len(packed[0]["input_ids"]) == 1200
+    check_row_lengths(trainer.target, [packed])
+    check_row_lengths(build_target("qwen3"), [long])

@@ -7,7 +7,7 @@ from ..training_settings import setting
 DRAFT_DTYPE = "Dtype of the draft: auto (as saved), float32, bfloat16 or float16. Default: the target's."
 DRAFT_REVISION = "Commit, tag or branch of a draft on the Hub."
 TEMPLATE_KWARGS = "JSON for the chat template, the same as at serving; a row's chat_template_kwargs go before it."
-MAX_LENGTH = "Longest row in tokens; longer ones are cut off."
+MAX_LENGTH = "Longest row in tokens; longer ones are cut off (or as many as the target has positions for, if fewer)."
 HELD_OUT_ROWS = "Held-out chat rows: .jsonl, .json or .parquet files."
 ENGINES = ("vllm", "sglang")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -49,13 +49,15 @@ def run(target_args: TargetArguments, args: CalibrateArguments, sampling_args: S
     from ..evaluation.calibration import calibrate, save_temperatures, split_prompts
     from ..evaluation.report_folder import check_calibration, write_calibration
     from ..run_record import rows_fingerprint
-    from .opening import check_writable, open_pair, open_prompts
+    from .opening import check_room, check_writable, longest_row, open_pair, open_prompts
 
     if not Path(args.draft).is_dir():
         raise ValueError(f"`draft` is {args.draft!r}: give a directory, its configuration is rewritten.")
     check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, dtype=args.draft_dtype)
+    args.max_length = longest_row(target, args.max_length)
     prompts, conversations = open_prompts(args, tokenizer)
+    check_room(target, prompts, args.max_new_tokens)
     fit, test = split_prompts(prompts, conversations=conversations)
     settings = {name: getattr(args, name) for name in ("rounds", "max_new_tokens")} | asdict(sampling_args)
     measured = settings | {

@@ -45,8 +45,9 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
     from ..diagnostics.doctor import doctor
     from ..diagnostics.findings import FAULT, findings_text
     from ..diagnostics.static_checks import check_provenance
+    from ..evaluation.decoding import held_out_prompts
     from ..loading import load_draft
-    from .opening import check_writable, open_prompts, open_target, target_commit
+    from .opening import check_room, check_writable, longest_row, open_prompts, open_target, target_commit
 
     if args.output:
         check_writable("output", Path(args.output).parent)
@@ -58,10 +59,13 @@ def run(target_args: TargetArguments, args: DoctorArguments) -> int:
     if args.data:
         settings = {"template_kwargs": args.template_kwargs, "may_be_empty": True}
         settings["stop_token_ids"] = stop_tokens(tokenizer, target.generation_config)
+        args.max_length = longest_row(target, args.max_length)
         rows, report = prepare_dataset(args.data, tokenizer, args.max_length, **settings)
         print(f"data: {report}")
         if not len(rows):
             prompts, _ = open_prompts(args, tokenizer)
+        decoded = held_out_prompts(rows, args.num_prompts) if prompts is None else prompts
+        check_room(target, decoded, args.max_new_tokens)
         findings += check_provenance(report.provenance, target, tokenizer, args.template_kwargs, commit)
     findings += doctor(
         target,

@@ -78,7 +78,7 @@ def run(
 
     from ...hub_cards.card import CARD, add_to_card
     from ..evaluation.decoding import evaluate_decoding, served_block_size
-    from .opening import check_writable, open_pair, open_prompts, open_schedule
+    from .opening import check_room, check_writable, longest_row, open_pair, open_prompts, open_schedule
 
     if args.card and not Path(args.draft, "config.json").is_file():
         raise ValueError(f"`card` writes into a saved draft: `draft` is {args.draft!r}, give its directory.")
@@ -87,7 +87,9 @@ def run(
     if args.card:
         check_writable("draft", Path(args.draft))
     target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision, args.draft_dtype)
+    args.max_length = longest_row(target, args.max_length)
     prompts, _ = open_prompts(args, tokenizer)
+    check_room(target, prompts, args.max_new_tokens)
     set_seed(sampling_args.seed)
     with served_block_size(draft, draft.config.block_size if args.block_size is None else args.block_size):
         report = evaluate_decoding(

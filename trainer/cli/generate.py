@@ -39,7 +39,7 @@ def run(
 
     from ...modeling.decoding.block_decoding import block_decode
     from ..data.rendering import served_prompt
-    from .opening import open_pair, open_schedule
+    from .opening import check_room, open_pair, open_schedule
 
     target, tokenizer, draft = open_pair(target_args, args.draft, args.draft_revision, args.draft_dtype)
     set_seed(sampling_args.seed)
@@ -47,6 +47,7 @@ def run(
     row = {"prompt": args.prompt} if tokenizer.chat_template is None else {"messages": messages}
     prompt, _ = served_prompt(row, tokenizer, args.template_kwargs)
     input_ids = torch.tensor([prompt], device=target.device)
+    check_room(target, [prompt], args.max_new_tokens)
     schedule = open_schedule(schedule_args, target, draft, prompt)
     output = block_decode(
         target,

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.decoding.cost_table import CostTable
 from ...modeling.target.pairing import check_pair
+from ...modeling.target.positions import check_length, position_limit
 from ...modeling.target.target_identity import loaded_commit
 from ..data.dataset import hold_out, mix, prepare_dataset, prepare_stream
 from ..data.packing import pack_rows
@@ -47,6 +48,27 @@ def open_pair(
     model = load_draft(draft, dtype or target.dtype, args.trust_remote_code, revision)
     check_pair(target, model, tokenizer, target_commit(args))
     return target, tokenizer, model
+
+
+def longest_row(target: PreTrainedModel, max_length: int) -> int:
+    """Tokens at which rows are cut off: `max_length`; if that is the default, at most as many as the target has
+    positions for. Raises a `ValueError` for another that is more than its table of positions has."""
+    limit = position_limit(target)
+    if limit is not None and max_length == DataArguments.max_length > limit:
+        print(f"max_length: {limit}, as many tokens as the target has positions for.")
+        return limit
+    check_length(target, max_length, "`max_length`", "Lower it, or leave it out.")
+    return max_length
+
+
+def check_room(
+    target: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, setting: str = "max_new_tokens"
+) -> None:
+    """Raises a `ValueError` if the target has no positions for the longest prompt and an answer to it; `setting` is
+    the name of `max_new_tokens`."""
+    longest = max(map(len, prompts))
+    what = f"The longest prompt ({longest} tokens) with `{setting}` {max_new_tokens}"
+    check_length(target, longest + max_new_tokens, what, f"Lower `{setting}`, or leave such prompts out.")
 
 
 def open_prompts(args, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[int | str]]:

@@ -14,7 +14,10 @@ class RegenerateArguments:
     output: str = setting("JSON lines to write; an interrupted file is continued.")
     max_new_tokens: int = setting("Longest answer in tokens.", default=1024)
     batch_size: int = setting("Prompts answered at the same time.", default=8)
-    max_prompt_length: int | None = setting("Longer prompts, in tokens, are left out.", default=None)
+    max_prompt_length: int | None = setting(
+        "Longer prompts, in tokens, are left out (in a target with a table of positions: what max_new_tokens leaves).",
+        default=None,
+    )
     do_sample: bool | None = setting("Sample (true) or greedy (false); default: what the target says.", default=None)
     temperature: float | None = setting("Temperature of sampling; default: what the target says.", default=None)
     top_p: float | None = setting("Nucleus of sampling; default: what the target says.", default=None)

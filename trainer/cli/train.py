@@ -131,13 +131,13 @@ def run(
     from ..data.provenance import answers_of
     from ..data.rows import hub_datasets
     from ..draft_trainer import HELD_OUT
-    from ..evaluation.decoding import evaluate_decoding, served_dtype
+    from ..evaluation.decoding import evaluate_decoding, held_out_prompts, served_dtype
     from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
     from ..loading import check_shape, load_draft, new_draft, new_trainer
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
     from ..trial import noted
-    from .opening import data_settings, open_target, open_training_rows, target_commit
+    from .opening import check_room, data_settings, longest_row, open_target, open_training_rows, target_commit
 
     lora, shape = lora_args.lora_config(), draft_args.shape()
     draft_type = draft_args.draft_type or "dflash"
@@ -149,7 +149,11 @@ def run(
     set_seed(args.seed)
     target, tokenizer = open_target(target_args)
     commit = target_commit(target_args)
+    data_args.max_length = longest_row(target, data_args.max_length)
     train_set, eval_set = open_training_rows(data_args, target, tokenizer, args)
+    if args.eval_decode_prompts:
+        prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
+        check_room(target, prompts, args.eval_max_new_tokens, "eval_max_new_tokens")
     args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
     answers = answers_of(data_args.train_data, target, tokenizer, commit)
     if draft_args.draft:

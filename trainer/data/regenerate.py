@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.saving.atomic_save import staged_directory
+from ...modeling.target.positions import check_length, has_position_table, position_limit
 from ...modeling.target.target_identity import weights_fingerprint
 from ..process_lock import one_process
 from .provenance import chat_template_digest, provenance_path, read_settings
@@ -72,15 +73,16 @@ def regenerate(
     Args:
         source: see [`~blockdraft.trainer.data.rows.open_rows`]; ids must be unique.
         generation_config: greedy or sampled; what it leaves unset is the target's own `generation_config`.
-        max_prompt_length: longer prompts, in tokens, are left out and counted.
+        max_prompt_length: longer prompts, in tokens, are left out and counted. Default: those for which
+            `max_new_tokens` leaves no room in the target's table of positions, if it has one.
         template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`: the same as at serving.
         target_revision: commit that the target was loaded at, to be recorded.
         seed: for sampling. A resumed run draws from another seed, so its samples are not those of one whole run.
 
     Raises:
         ValueError: if a row is malformed (file, row and field are named) or an id appears twice, if the output was
-            made with other settings, from other prompts, or is being written, or if the generation settings are not
-            one plain sequence a prompt.
+            made with other settings, from other prompts, or is being written, if the generation settings are not one
+            plain sequence a prompt, or if the target has no positions for such prompts and answers.
     """
     with one_process(output_path):
         return _regenerate(
@@ -111,6 +113,7 @@ def _regenerate(
     seed: int,
     target_revision: str | None,
 ) -> RegenerateReport:
+    max_prompt_length = _longest_prompt(target, max_new_tokens, max_prompt_length)
     config = _resolve(generation_config, target, tokenizer, max_new_tokens)
     _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed, target_revision))
     done = _recover(output_path)
@@ -141,6 +144,15 @@ def _regenerate(
                 output.flush()
                 progress.update(len(batch))
     return report
+
+
+def _longest_prompt(target: PreTrainedModel, max_new_tokens: int, max_prompt_length: int | None) -> int | None:
+    """`max_prompt_length`, or what an answer leaves of a table of positions."""
+    what = f"`max_prompt_length` {max_prompt_length} with `max_new_tokens` {max_new_tokens}"
+    check_length(target, (max_prompt_length or 1) + max_new_tokens, what, "Lower one of them.")
+    if max_prompt_length is None and has_position_table(target):
+        return position_limit(target) - max_new_tokens
+    return max_prompt_length
 
 
 def _resolve(config: GenerationConfig | None, target, tokenizer, max_new_tokens: int) -> GenerationConfig:
