@@ -309,8 +309,6 @@ def test_chosen_keys_pass_gradient_and_the_indexer_none():
         ([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]], False, "left and on the right"),
         ([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]], False, "left and on the right"),
         ([[1, 1, 1, 1, 0]], True, "pad prompts on the left"),
-        ([[1, 1, 1, 1]], False, r"\(1, 4\).* 5 columns"),
-        ([[[[1, 1, 1, 1, 1]]]], False, "shape"),
     ],
 )
 def test_masks_that_cannot_be_followed(mask, is_cached, named):

@@ -91,8 +91,9 @@ SHIPPED = {
         "modeling_dspark.py",
     },
 }
-# 60% of the lines that version 0.1.0 shipped, and for DFlash as many as `rollback.py`, which that did not have, has.
-MOST_LINES = {"dflash": 3577 + 103, "dspark": 4821}
+# 60% of the lines that version 0.1.0 shipped, and what it lacked: caches that cannot be cropped (`rollback.py`), checks of
+# every input's shape (`shapes.py`), draws that are exact over large vocabularies.
+MOST_LINES = {"dflash": 3577 + 200, "dspark": 4821 + 200}
 
 
 @pytest.mark.parametrize("family", SHIPPED)
