@@ -29,7 +29,7 @@ from .data.feature_cache import FeatureCache
 from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much, served_dtype
 from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, dflash_loss
-from .saving_trainer import SavingTrainer
+from .skipping_trainer import SkippingTrainer
 from .target_states import TargetStates, check_row_lengths
 from .training_args import ADAMW, DraftTrainingArguments
 from .training_log import LogWindow, TrainingLog
@@ -43,7 +43,7 @@ EVALUATION_STEP = -1  # evaluation draws the same anchors at every step
 HELD_OUT = "held-out prompts"  # what a card calls an evaluation set without a name
 
 
-class DraftTrainer(SavingTrainer):
+class DraftTrainer(SkippingTrainer):
     """
     Trains a block-parallel draft against a frozen target, with DFlash's objectives (arXiv 2602.06036).
 
@@ -253,11 +253,15 @@ class DraftTrainer(SavingTrainer):
         """The batches of an accumulation window, each with its [`BlockBatch`] as `blocks`, and their loss weight on
         all ranks, `[]` float32."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, self.place_window(batches)
+
+    def place_window(self, batches: list[dict]) -> torch.Tensor:
+        """Gives each batch of a window its `blocks`; returns their loss weight on all ranks, `[]` float32."""
         for batch in batches:
             batch["blocks"] = self.place_blocks(batch, self.state.global_step)
         weights = [batch["blocks"].targets.weights.sum() for batch in batches]
-        total = torch.stack(weights).sum().to(device) if weights else torch.zeros((), device=device)
-        return batches, self.accelerator.gather(total).sum()
+        total = torch.stack(weights).sum() if weights else torch.zeros(())
+        return self.accelerator.gather(total.to(self.args.device)).sum()
 
     def place_blocks(self, batch: dict[str, torch.Tensor], step: int) -> BlockBatch:
         """The blocks of a batch at a global step, on the CPU, see [`build_block_batch`]."""
@@ -300,6 +304,8 @@ class DraftTrainer(SavingTrainer):
         blocks = (inputs.get("blocks") or self.place_blocks(inputs, step)).to(self.args.device)
         with self.accelerator.autocast():  # the target's forward and the head too; Trainer's is the draft's alone
             features, *head_input = self.target_states(inputs)
+            if "skipped_rows" in inputs:
+                features = features.masked_fill(inputs["skipped_rows"][:, None, None], 0)
             output = self.run_draft(model, blocks, features)
             sums = self.block_loss(output, blocks, head_input[0] if self.needs_head_input else None)
         if training:

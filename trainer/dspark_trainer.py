@@ -84,6 +84,10 @@ class DSparkTrainer(DraftTrainer):
             settings["expert_bias_step"] = self.expert_balance.bias_step
         return settings
 
+    def forget_window(self) -> None:
+        super().forget_window()
+        self.expert_balance.forget_step()
+
     @property
     def needs_head_input(self) -> bool:
         return self.alphas.need_teacher

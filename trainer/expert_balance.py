@@ -60,6 +60,10 @@ class ExpertBalance(TrainerCallback):
         load = self._step_loads[index].to(experts.device)
         self._step_loads[index] = load.scatter_add(0, experts.flatten(), kept.flatten())
 
+    def forget_step(self) -> None:
+        """Takes back the loads since the last step of the optimizer."""
+        self._step_loads = [torch.zeros_like(load) for load in self._step_loads]
+
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         """Updates the biases and moves the step's loads to those since the last log."""
         for index, router in enumerate(self.routers):

@@ -33,7 +33,7 @@ class LogWindow:
     def add(self, loss: BlockLoss, row_counts: torch.Tensor) -> None:
         """Adds a batch's loss sums, and `row_counts` of its [`BlockBatch`]."""
         self._total = self._total + loss
-        self._rows += row_counts
+        self._rows = self._rows + row_counts  # a copy of the window keeps its own
 
     def metrics(self, accelerator) -> dict[str, float]:
         """Ratios of the sums over all ranks, by name. `acceptance_slot_K` is the share of blocks that are right up to

@@ -45,6 +45,7 @@ POSITIVE = ("num_anchors", "prefix_weight_base", "loss_chunk_size")
 NOT_NEGATIVE = (
     "eval_decode_prompts",
     "eval_max_new_tokens",
+    "max_skipped_share",
     "loss_decay_gamma",
     "expert_bias_step",
     "ce_loss_alpha",
@@ -103,6 +104,11 @@ class TrainingSettings:
         "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW. Not for "
         "adapters, FSDP and DeepSpeed.",
         default=True,
+    )
+    max_skipped_share: float = setting(
+        "Rows with NaN or Inf in their features or gradients are left out, named and counted; training ends with an "
+        "error if they are more than this share of the rows so far, or of 1,000.",
+        default=0.01,
     )
     cache_features: bool = setting(
         "Keep the target's states of every row on disk during the run, so that only the first epoch runs the target. "

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ from blockdraft.hub_cards.retries import PublishError
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.saving_trainer import UNFINISHED_CHECKPOINTS
 from blockdraft.trainer.training_args import DraftTrainingArguments
+
+SAVE_EACH = {"save_strategy": "steps", "save_steps": 1}
 
 
 def test_checkpoint_is_complete_and_holds_no_target(tmp_path):
@@ -320,6 +323,31 @@ def test_a_full_disk_loses_nothing(hub, tmp_path, monkeypatch):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
     assert_on_the_hub(hub, again)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_disk_without_room_for_a_file_ends_a_run_at_its_last_checkpoint(tmp_path, file):
+    """Whoever writes it: by the system's own limit, under which all smaller files fit."""
+    trainer = make_trainer(tmp_path, **SAVE_EACH)
+    write, (soft, hard) = trainer._write_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_into_little(directory):
+        if directory.endswith("checkpoint-2"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "checkpoint-1" / file).stat().st_size - 1, hard))
+        write(directory)
+
+    trainer._write_checkpoint = write_into_little
+    try:
+        with pytest.raises(
+            OSError, match="checkpoint-2 could not be saved .*; the checkpoints before it are complete"
+        ):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    again = make_trainer(tmp_path, **SAVE_EACH)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
 
 
 class Malicious:

@@ -19,7 +19,9 @@ NOTE = (
 TRAINING_NOTE = "--help_all adds the remaining settings of transformers.TrainingArguments."
 # The groups of `train --help` in which our settings stand beside those of transformers that are used most.
 TRAINING_GROUPS = {
-    "Steps and batches": "max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed",
+    "Steps and batches": """
+        max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed max_skipped_share
+    """,
     "Objective": """
         loss_type num_anchors loss_decay_gamma prefix_weight_base ce_loss_alpha l1_loss_alpha confidence_head_alpha
         confidence_head_stop_gradient expert_bias_step
