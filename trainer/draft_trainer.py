@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PrinterCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput, logging
 
 from ..modeling.target.embedding_and_head import has_layers
@@ -230,9 +229,6 @@ class DraftTrainer(FeaturesTrainer):
     def _run_epoch(self, *, epoch: int, **kwargs) -> None:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._row_order.manual_seed(seed + epoch)
-        if self._cached_states and has_length(self.train_dataset):
-            if self.state.max_steps <= kwargs["num_update_steps_per_epoch"]:
-                logger.warning_once("`cache_features` has no effect: training ends with its first epoch.")
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -76,7 +76,7 @@ class FeaturesTrainer(SavingTrainer):
             if self.args.features or self._reads_rows_again():
                 self.cache_features()
             else:
-                logger.warning("`cache_features` is not used: no row is read twice. It would only cost disk.")
+                logger.warning("`cache_features` has no effect: training ends with its first epoch.")
         return super().train(*args, **kwargs)
 
     def _reads_rows_again(self) -> bool:

@@ -2,12 +2,13 @@
 
 import json
 import os
+from contextlib import suppress
 
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -26,6 +27,7 @@ def load_embedding_and_head(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    auto_class: type = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """
     Reads the embedding and the LM head of a causal LM, tensor by tensor; of a repository on the Hub, only the files
@@ -34,6 +36,7 @@ def load_embedding_and_head(
     Args:
         name, revision, dtype, trust_remote_code: those of `from_pretrained`.
         device: where embedding and head go.
+        auto_class: the Auto class that knows the target.
 
     Returns:
         The target, frozen, in evaluation mode; its other weights are on the meta device, and it cannot run.
@@ -46,8 +49,10 @@ def load_embedding_and_head(
     if dtype == "auto":
         dtype = config.dtype or config.get_text_config().dtype or torch.float32
     with init_empty_weights(include_buffers=False):  # an embedding may have its scale in a buffer
-        target = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        target = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     target.config.name_or_path = name
+    with suppress(OSError):  # not every target has one
+        target.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
     ends = (target.get_input_embeddings(), target.get_output_embeddings())
     names = {
         weight: f"{module}.{weight_name}"

@@ -122,59 +122,18 @@ def run(
     same command resumes an interrupted run from its last checkpoint, and leaves a finished draft as it is; another
     target, other rows or settings are another run, for another `output_dir`. With `lora_r`, an adapter of an existing
     draft is trained and saved instead."""
-    import torch
-    from peft import LoraConfig
-    from transformers import set_seed
-
-    from ...modeling.families import DSPARK, FAMILIES
-    from ...modeling.target.pairing import check_pair
-    from ..data.provenance import answers_of
-    from ..data.rows import hub_datasets
     from ..draft_trainer import HELD_OUT
-    from ..evaluation.decoding import evaluate_decoding, held_out_prompts, served_dtype
+    from ..evaluation.decoding import evaluate_decoding, served_dtype
     from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
-    from ..loading import check_shape, load_draft, new_draft, new_trainer
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
     from ..trial import noted
-    from .opening import check_room, data_settings, longest_row, open_target, open_training_rows, target_commit
+    from .opening import open_trainer
 
-    lora, shape = lora_args.lora_config(), draft_args.shape()
-    draft_type = draft_args.draft_type or "dflash"
-    if lora and not draft_args.draft:
-        raise ValueError("`lora_r` adapts a draft that has been saved: name it as `draft`.")
     if args.do_eval and args.eval_strategy == "no":
         raise ValueError("`do_eval` says nothing of when: set `eval_strategy` and `eval_steps` instead.")
-    check_shape(draft_type, shape)
-    set_seed(args.seed)
-    target, tokenizer = open_target(target_args)
-    commit = target_commit(target_args)
-    data_args.max_length = longest_row(target, data_args.max_length)
-    train_set, eval_set = open_training_rows(data_args, target, tokenizer, args)
-    if args.eval_decode_prompts:
-        prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
-        check_room(target, prompts, args.eval_max_new_tokens, "eval_max_new_tokens")
-    args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
-    answers = answers_of(data_args.train_data, target, tokenizer, commit)
-    if draft_args.draft:
-        draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code, draft_args.draft_revision)
-        check_pair(target, draft, tokenizer, commit)
-    else:
-        if FAMILIES[draft_type].method == DSPARK and args.confidence_head_alpha == 0:
-            shape["confidence_head"] = False  # it would not be trained
-        draft = new_draft(target, tokenizer, draft_type, rows=train_set, **shape)
-    trainer = new_trainer(
-        draft,
-        target,
-        args,
-        target_revision=commit,
-        peft_config=LoraConfig(**lora, revision=draft_args.draft_revision) if lora else None,
-        train_dataset=train_set,
-        eval_dataset=eval_set,
-        processing_class=tokenizer,
-        callbacks=[SaveOnInterrupt(), TimeEstimate()],
-        answers=answers,
-        data_settings=data_settings(data_args),
+    trainer = open_trainer(
+        target_args, draft_args, lora_args, data_args, args, callbacks=[SaveOnInterrupt(), TimeEstimate()]
     )
     if not run_args.overwrite_output_dir and is_finished(trainer):
         print(f"{args.output_dir} is finished and is left as it is; `overwrite_output_dir` starts anew.")
@@ -195,9 +154,9 @@ def run(
                 f"The draft is saved in {args.output_dir}, without figures; the same command measures again, and with "
                 "`--eval_decode_prompts 0` ends the run without."
             )
-            with noted(note), served_dtype(trainer.draft, target.dtype):
-                prompts = trainer.decoding_prompts(eval_set)
-                report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
+            with noted(note), served_dtype(trainer.draft, trainer.target.dtype):
+                prompts = trainer.decoding_prompts(trainer.eval_dataset)
+                report = evaluate_decoding(trainer.target, trainer.draft, prompts, args.eval_max_new_tokens)
             trainer.record_decoding({HELD_OUT: report.headline()})
             print(report.table())
             path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
