@@ -53,13 +53,12 @@ def load_embedding_and_head(
     target.config.name_or_path = name
     with suppress(OSError):  # not every target has one
         target.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-    ends = (target.get_input_embeddings(), target.get_output_embeddings())
-    names = {
-        weight: f"{module}.{weight_name}"
-        for module, part in target.named_modules()
-        if part in ends
-        for weight_name, weight in part.named_parameters()
-    }
+    target.tie_weights()
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    names = {}
+    for module, part in target.named_modules():
+        for weight_name, weight in part.named_parameters() if part in (embedding, head) else ():
+            names.setdefault(weight, f"{module}.{weight_name}")  # of two that are tied, the first
     files = _files(name, revision, target, set(names.values()))
     devices = {"": ABSENT}
     for weight, full_name in names.items():
@@ -75,7 +74,6 @@ def load_embedding_and_head(
             )
         set_module_tensor_to_device(target, full_name, device, value=value, dtype=weight.dtype)
         devices[full_name.rpartition(".")[0]] = str(device)
-    embedding, head = ends
     if head.weight.is_meta:  # tied
         head.weight = embedding.weight
     target.hf_device_map = devices

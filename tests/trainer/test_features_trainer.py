@@ -104,7 +104,9 @@ def test_loader_processes_read_ahead(tmp_path, saved_target):
 def test_features_for_another_draft_are_refused(tmp_path, change, message):
     shape = {"block_size": BLOCK, "num_draft_layers": 1, "sliding_window": 4, "target_layer_ids": [1, 3]}
     target = build_target("qwen3")
-    make_trainer(tmp_path, draft=build_draft(target, **shape), target_name="qwen3", cache_features=True).cache_features()
+    make_trainer(
+        tmp_path, draft=build_draft(target, **shape), target_name="qwen3", cache_features=True
+    ).cache_features()
     other = build_draft(target, **(shape | change))
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, draft=other, target_name="qwen3", features=str(tmp_path / "features"))

@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..training_settings import TrainingSettings
-from .arguments import DataArguments, TargetArguments
-from .train import DraftArguments, LoraArguments
+from .arguments import DataArguments, DraftArguments, LoraArguments, TargetArguments
 
 if TYPE_CHECKING:
     from ..training_args import DraftTrainingArguments

@@ -9,8 +9,8 @@ from ... import __version__
 
 COMMANDS = {
     "train": "Train a draft for a frozen target, measure it by real decoding, and save it with its card.",
-    "cache-features": "Write the target's states of the rows to disk: training then runs no target.",
     "regenerate": "Write the target's own answers to prompts: what a draft should be trained on.",
+    "cache-features": "Write the target's states of the rows to disk: training then runs no target.",
     "calibrate": "Fit the temperatures of a draft's confidence head.",
     "evaluate": "Decode held-out prompts with the draft and without it.",
     "doctor": "Find out what lowers a draft's acceptance.",

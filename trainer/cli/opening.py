@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -29,10 +28,7 @@ from ..evaluation.decoding import cost_table, held_out_prompts
 from ..loading import check_shape, load_draft, load_target, new_draft, new_trainer
 from ..run_record import DATA_SETTINGS
 from ..training_args import DraftTrainingArguments
-from .arguments import DataArguments, ScheduleArguments, TargetArguments
-
-if TYPE_CHECKING:
-    from .train import DraftArguments, LoraArguments
+from .arguments import DataArguments, DraftArguments, LoraArguments, ScheduleArguments, TargetArguments
 
 logger = logging.get_logger(__name__)
 
@@ -159,8 +155,8 @@ def data_settings(args: DataArguments) -> dict:
 
 def open_trainer(
     target_args: TargetArguments,
-    draft_args: "DraftArguments",
-    lora_args: "LoraArguments",
+    draft_args: DraftArguments,
+    lora_args: LoraArguments,
     data_args: DataArguments,
     args: DraftTrainingArguments,
     callbacks: Sequence[TrainerCallback] = (),

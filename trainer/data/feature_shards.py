@@ -189,7 +189,7 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 class ShardIndex:
-    """Finds rows in shards; where two shards have a row, in the later one."""
+    """Finds rows in shards; where several have a row, in the last one that has all of it that is wanted."""
 
     def __init__(self, shards: Sequence[Shard]):
         self._shards = shards
@@ -201,9 +201,9 @@ class ShardIndex:
     def find(self, digest: bytes, columns: Columns) -> tuple[Shard, int] | None:
         """The shard of a row and its number there; `None` if no shard has it at these columns."""
         first, second = np.frombuffer(digest, "<u8")
-        at = np.searchsorted(self._digests[:, 0], first, side="right") - 1
-        if at < 0 or (self._digests[at] != (first, second)).any():
-            return None
-        number, row = self._places[at].tolist()
-        shard = self._shards[number]
-        return (shard, row) if shard.columns(row).covers(columns) else None
+        halves = self._digests[:, 0]
+        same = slice(np.searchsorted(halves, first), np.searchsorted(halves, first, side="right"))
+        for number, row in reversed(self._places[same][self._digests[same, 1] == second].tolist()):
+            if self._shards[number].columns(row).covers(columns):
+                return self._shards[number], row
+        return None

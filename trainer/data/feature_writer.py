@@ -34,8 +34,10 @@ ReadStates = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 
 @dataclass
 class _Row:
-    """A row whose states are to be written, and where it is: its set, its place there, its document."""
+    """A row whose states are to be written, and where it is: the number of its set, its own there, and its document's
+    in it."""
 
+    row_id: int | str
     digest: bytes
     columns: Columns
     length: int
@@ -57,7 +59,6 @@ class FeatureWriter:
         dtype: of what is written, `auto` for the states' own, `bfloat16`, or `float8_e4m3fn` with a scale for each
             position.
         batch_size: rows that the target reads at a time.
-        shard_bytes: most bytes of a shard.
         provenance: what else the manifest says.
     """
 
@@ -68,7 +69,6 @@ class FeatureWriter:
     accelerator: Accelerator
     dtype: str = "auto"
     batch_size: int = 8
-    shard_bytes: int = SHARD_BYTES
     provenance: dict = field(default_factory=dict)
 
     def write(self, sets: Sequence[Dataset]) -> None:
@@ -163,9 +163,10 @@ class FeatureWriter:
                             continue
                         digest = row_digest(document.input_ids)
                         if same := rows.get(digest):
-                            columns = columns.joined(same.columns)
-                        if index.find(digest, columns) is None:
-                            rows[digest] = _Row(digest, columns, len(document.input_ids), (number, start + at, part))
+                            same.columns = same.columns.joined(columns)
+                        elif index.find(digest, columns) is None:
+                            place = (number, start + at, part)
+                            rows[digest] = _Row(document.row_id, digest, columns, len(document.input_ids), place)
         return list(rows.values())
 
     # ---- how much it is -----------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class FeatureWriter:
 
     def _parts(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """The rows of each shard, in their order; enough shards for all processes."""
-        most = min(self.shard_bytes, math.ceil(sum(map(self._bytes, rows)) / self.accelerator.num_processes))
+        most = min(SHARD_BYTES, math.ceil(sum(map(self._bytes, rows)) / self.accelerator.num_processes))
         part, size = [], 0
         for row in rows:
             if part and size + self._bytes(row) > most:
@@ -287,12 +288,12 @@ class _Lost:
     """What rounding takes from the states, and rows whose states are no numbers."""
 
     def __init__(self):
-        self._sums, self._rows = {}, []
+        self._sums, self._rows = {}, set()
 
     def add(self, name: str, values: Tensor, kept: Tensor, row: _Row) -> None:
         values, kept = values.float(), kept.float()
         if not torch.isfinite(values).all():
-            self._rows.append(row.place[:2])
+            self._rows.add(row.row_id)
             return
         error, total = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (error + (values - kept).square().sum().item(), total + values.square().sum().item())
@@ -302,7 +303,7 @@ class _Lost:
             if error:
                 print(f"{name}: rounding changes the states by {math.sqrt(error / total):.2%} (root mean square).")
         if self._rows:
-            number, row = self._rows[0]
             logger.warning(
-                f"The target's states of {len(self._rows)} rows have NaN or Inf, first row {row} of set {number}."
+                f"The target's states of {len(self._rows)} rows have NaN or Inf, among them the row "
+                f"{next(iter(self._rows))}."
             )

@@ -89,7 +89,7 @@ def test_the_package_and_its_module_are_the_command():
     [
         (
             ["trian"],
-            "'trian' is not a command; choose one of train, regenerate, calibrate, evaluate,",
+            "'trian' is not a command; choose one of train, regenerate, cache-features, calibrate,",
         ),
         (["train", "{tmp}/no.yaml"], "cannot read {tmp}/no.yaml: No such file or directory"),
         (["train", "{yaml}"], "`learning_rat` in {yaml} is not a setting; the nearest one is `learning_rate`."),
