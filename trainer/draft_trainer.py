@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -16,21 +15,20 @@ from transformers import PreTrainedModel, PrinterCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput, logging
 
+from ..modeling.target.embedding_and_head import has_layers
 from ..modeling.target.pairing import check_pair
 from ..modeling.target.target_identity import target_record
 from ..modeling.target.target_transforms import check_head, transform_faults
 from .adapters import adapt, base_draft, check_adapter
 from .block_batch import BlockBatch, build_block_batch
 from .data.dataset import DraftCollator, check_rows
-from .data.feature_cache import FeatureCache
 from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much, served_dtype
 from .muon import MuonAndOther, hidden_matrices
 from .objectives.dflash import BlockLoss, dflash_loss
 from .skipping_trainer import SkippingTrainer
-from .target_states import TargetStates, check_row_lengths
+from .target_states import check_row_lengths
 from .training_args import ADAMW, DraftTrainingArguments
 from .training_log import LogWindow, TrainingLog
 from .trial import noted, try_ending
@@ -136,13 +134,12 @@ class DraftTrainer(SkippingTrainer):
                 "the others, as draft or target is sharded (FSDP, ZeRO-3). Set `eval_decode_prompts=0`, and measure "
                 "the saved draft with `blockdraft evaluate`."
             )
-        for fault in transform_faults(self.target, self.draft_config):
+        self.check_features_settings()
+        for fault in transform_faults(self.target, self.draft_config) if has_layers(target) else ():
             logger.warning(fault)
         check_head(self.target, self.draft, self.args.device)
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         check_row_lengths(self.target, [self.train_dataset, *sets])
-        self._target_states = TargetStates(self.target, self.draft_config, self.args.device)
-        self._cached_states = FeatureCache(Path(args.output_dir)) if args.cache_features else None
 
         if self.draft_config.slot_layout != self.slot_layout:
             raise ValueError(
@@ -167,6 +164,8 @@ class DraftTrainer(SkippingTrainer):
             "loss_decay_gamma": self.gamma,
             "num_anchors": args.num_anchors,
         } | self.objective_settings()
+        if args.features and not args.cache_features:
+            self.read_features()
         self._window = self._new_window()
         if self.adapter is not None and args.activation_checkpointing:
             self.draft.enable_input_require_grads()
@@ -211,11 +210,6 @@ class DraftTrainer(SkippingTrainer):
             return {"prefix_weight_base": self.args.prefix_weight_base}
         return {}
 
-    @property
-    def needs_head_input(self) -> bool:
-        """Whether the objective compares the draft with the target's own logits."""
-        return False
-
     def block_loss(self, output: ModelOutput, blocks: BlockBatch, head_input: torch.Tensor | None) -> BlockLoss:
         """The loss sums of a batch, from the output of the draft's forward over `blocks` and, if `needs_head_input`,
         what the target's LM head reads, `[B, S, hidden_size]`."""
@@ -235,9 +229,6 @@ class DraftTrainer(SkippingTrainer):
     def _run_epoch(self, *, epoch: int, **kwargs) -> None:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._row_order.manual_seed(seed + epoch)
-        if self._cached_states and has_length(self.train_dataset):
-            if self.state.max_steps <= kwargs["num_update_steps_per_epoch"]:
-                logger.warning_once("`cache_features` has no effect: training ends with its first epoch.")
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -296,8 +287,8 @@ class DraftTrainer(SkippingTrainer):
             `loss_sum`.
 
         Raises:
-            ValueError: if anchors have to be drawn and the batch has no `row_id`, or if the rows are packed and the
-                target mixes their documents.
+            ValueError: if anchors have to be drawn and the batch has no `row_id`, if the rows are packed and the
+                target mixes their documents, or if a batch that comes with the target's states places its blocks.
         """
         training = self.model.training
         step = self.state.global_step if training else EVALUATION_STEP
@@ -315,14 +306,6 @@ class DraftTrainer(SkippingTrainer):
         ranks = 1 if num_items_in_batch is None else self.accelerator.num_processes
         loss = sums.loss_sum / (weight + 1e-6) * ranks
         return (loss, sums) if return_outputs else loss
-
-    def target_states(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What [`TargetStates.read`] gives for a batch: the draft's features and, if the objective needs it, what the
-        target's head reads. In training with `cache_features` from disk, where an earlier epoch has computed it."""
-        read = partial(self._target_states.read, head_input=self.needs_head_input)
-        if self._cached_states is None or not self.model.training:
-            return read(inputs)
-        return self._cached_states.states(inputs, read)
 
     def run_draft(self, model: nn.Module, blocks: BlockBatch, features: torch.Tensor) -> ModelOutput:
         """The draft's forward over all blocks of a batch, given the features `[B, S, F * hidden_size]`."""

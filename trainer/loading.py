@@ -22,6 +22,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..configuration.configuration_deepseek_v41 import DeepseekV41TextConfig
 from ..modeling.families import DFLASH, DSPARK, FAMILIES, family_of
 from ..modeling.target.decoded_weights import load_decoded
+from ..modeling.target.embedding_and_head import load_embedding_and_head
 from ..modeling.target.mask_tokens import propose_mask_token_ids
 from ..modeling.target.pairing import check_is_draft
 from .adapters import is_adapter, load_merged
@@ -39,12 +40,19 @@ def load_target(
     dtype: str = "auto",
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    layers: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target in evaluation mode, on a GPU where there is one, and its tokenizer. Raises a `ValueError` for a local
+    """The target in evaluation mode, on a GPU where there is one, and its tokenizer; without `layers` only what
+    [`load_embedding_and_head`] loads. Raises a `ValueError` for a local
     path that does not exist, or weights that nothing decodes, an `OSError` for what the Hub does not have."""
     check_path("target", name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    if not layers:
+        known_by = auto_class(name, **where)
+        return load_embedding_and_head(
+            name, dtype=dtype, device=default_device(), auto_class=known_by, **where
+        ), tokenizer
     load = auto_class(name, **where).from_pretrained
     target = load_decoded(load, name, dtype=dtype, device_map=device_map, **where).eval()
     return (target if device_map else target.to(default_device())), tokenizer

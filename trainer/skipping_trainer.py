@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .saving_trainer import SavingTrainer
+from .features_trainer import FeaturesTrainer
 from .training_log import LogWindow
 
 logger = logging.get_logger(__name__)
@@ -22,9 +22,9 @@ NAMED_ROWS = 20  # in one message
 MASKS = ("loss_mask", "block_keep_mask")  # of a batch, what decides which slots are supervised
 
 
-class SkippingTrainer(SavingTrainer):
+class SkippingTrainer(FeaturesTrainer):
     """
-    [`SavingTrainer`] that takes no step with gradients that are NaN or Inf. If those of an accumulation window are,
+    [`FeaturesTrainer`] that takes no step with gradients that are NaN or Inf. If those of an accumulation window are,
     the rows that made them so are named and counted, and the window is taken again without them, as if they had no
     anchor: the step is bit for bit that of a run in which nothing of these rows is supervised. As long as gradients
     are finite, nothing is looked at but their norm, which the base class computes.

@@ -42,11 +42,6 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
         found = {}
         if sharded and self.muon and self.optim in ADAMW:
             found["muon"] = "FSDP and DeepSpeed share out the matrices that Muon needs whole, so AdamW trains them"
-        if self.cache_features and self.world_size > 1 and self.train_sampling_strategy != "sequential":
-            found["cache_features"] = (
-                f"each of {self.world_size} ranks keeps the rows that it has seen, and next epoch gets other ones "
-                '(but with `train_sampling_strategy="sequential"`)'
-            )
         if self.eval_steps is not None and self.eval_strategy != IntervalStrategy.STEPS:
             found["eval_steps"] = f'`eval_strategy` is "{self.eval_strategy.value}"'
         if self.activation_checkpointing_kwargs and not self.activation_checkpointing:

@@ -41,6 +41,7 @@ NOT_TAKEN = {
     "use_cache": (False, "a draft is trained on whole rows, without a cache"),
     "enable_jit_checkpoint": (False, "take the callback `SaveOnInterrupt`, whose checkpoints are whole"),
 }
+FEATURES_DTYPES = ("auto", "bfloat16", "float8_e4m3fn")
 POSITIVE = ("num_anchors", "prefix_weight_base", "loss_chunk_size")
 NOT_NEGATIVE = (
     "eval_decode_prompts",
@@ -110,10 +111,22 @@ class TrainingSettings:
         "error if they are more than this share of the rows so far, or of 1,000.",
         default=0.01,
     )
+    features: str | None = setting(
+        "Folder of the target's states that `blockdraft cache-features` wrote. Training reads them and does not run "
+        "the target, of which it loads the embedding and the head alone.",
+        default=None,
+    )
     cache_features: bool = setting(
-        "Keep the target's states of every row on disk during the run, so that only the first epoch runs the target. "
-        "A token takes its features' width (layers read times hidden size) in the target's dtype.",
+        "Write the target's states of all rows to disk before the first step, into features (default: the folder "
+        "features in output_dir), and train from there. A token takes its features' width (layers read times hidden "
+        "size) in features_dtype.",
         default=False,
+    )
+    features_dtype: str = setting(
+        "Dtype of what cache_features and cache-features write: auto (the states' own), bfloat16, or float8_e4m3fn "
+        "with a scale for each token.",
+        default="auto",
+        choices=FEATURES_DTYPES,
     )
     eval_decode_prompts: int = setting(
         "Held-out prompts that each evaluation decodes, a rough measure (eval_tau_low, eval_tau_high); 0: the loss "
@@ -152,6 +165,8 @@ class TrainingSettings:
         for name in NOT_NEGATIVE:
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")
+        if self.features_dtype not in FEATURES_DTYPES:
+            raise ValueError(f"`features_dtype` is {self.features_dtype!r}; choose {', '.join(FEATURES_DTYPES)}.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
         check_license(self.license, self.license_name, self.license_link)

@@ -1,6 +1,6 @@
 """What two processes do together, started by torchrun: one training step of each draft, whose weights rank 0 saves,
 then an evaluation, an epoch of two steps, the first one being the best, the rest of runs that one process has begun,
-and a run in which one rank gets a signal, of which each rank saves its view."""
+two epochs on features that both have written, and a run in which one rank gets a signal, of which each rank saves its view."""
 
 import itertools
 import os
@@ -13,6 +13,7 @@ from draft_trainers import ONE_PROCESS, make_trainer, weights
 from dspark_trainers import dspark_trainer
 from transformers import TrainerCallback
 
+from blockdraft.modeling.target.target_features import decoder_layers
 from blockdraft.trainer.block_batch import BlockBatch
 from blockdraft.trainer.interrupt import SaveOnInterrupt
 
@@ -54,6 +55,15 @@ for order in ("random", "group_by_length"):
     )
     trainer.train(resume_from_checkpoint=True)
     view[order] = weights(trainer)
+
+
+# Two epochs on features that both ranks have written.
+trainer = make_trainer(output_dir / "features", cache_features=True, per_device_train_batch_size=2, max_steps=4)
+trainer.cache_features()
+view["forwards"] = []
+decoder_layers(trainer.target)[0].register_forward_hook(lambda *_: view["forwards"].append(1))
+trainer.train()
+view["cached"] = weights(trainer)
 
 
 class EndOfJob(TrainerCallback):

@@ -78,3 +78,12 @@ def test_two_ranks_leave_after_the_same_step_when_one_gets_a_signal(two_ranks):
         text, folder = rank["left"].split(" is saved in ")
         assert text == "after step 2, and step 2"
         assert [path.name for path in Path(folder).glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_two_ranks_train_on_the_features_that_they_share(tmp_path, two_ranks):
+    """No step of two epochs runs the target, whichever rank wrote a row."""
+    single = make_trainer(tmp_path, per_device_train_batch_size=4, max_steps=4)
+    single.train()
+    for rank in (two_ranks["rank0"], two_ranks["rank1"]):
+        assert not rank["forwards"]
+        assert_close(rank["cached"], weights(single), 1e-5)

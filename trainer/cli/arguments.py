@@ -1,6 +1,6 @@
 """Settings that several commands share. Like those of each command, they import nothing that takes time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..training_settings import setting
 
@@ -67,6 +67,87 @@ class SamplingArguments:
         if self.temperature == 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+@dataclass
+class DraftArguments:
+    """An existing draft to train on, or the shape of a new one."""
+
+    draft: str | None = setting("Draft to train on: a directory or a Hub id. Default: a new one.", default=None)
+    draft_revision: str | None = setting(DRAFT_REVISION, default=None)
+    draft_type: str | None = setting("Kind of a new draft: dflash (the default) or dspark.", default=None)
+    num_draft_layers: int | None = setting(
+        "Layers of a new draft (dflash: 5; dspark: what the target says, or 3).", default=None
+    )
+    block_size: int | None = setting(
+        "Tokens of its block, the known one included (dflash: 16; dspark: what the target says, or 5).", default=None
+    )
+    mask_token_id: int | None = setting("Token for positions to predict (proposed by the tokenizer).", default=None)
+    target_layer_ids: list[int] | None = setting(
+        "Zero-based target layers it reads (spread over the depth).", default=None
+    )
+    sliding_window: int | None = setting(
+        "Context tokens that it sees (dflash: the block size, 0 for all; dspark: the target's, or 128).", default=None
+    )
+    num_full_attention_layers: int | None = setting(
+        "dflash: number of last layers that see the whole context despite the window (1 of several layers, or 0).",
+        default=None,
+    )
+    is_causal: bool | None = setting("dflash: whether a slot sees only earlier slots (true).", default=None)
+    markov_rank: int | None = setting(
+        "dspark: rank of the Markov head, 0 for none and no confidence head (what the target says, or 256).",
+        default=None,
+    )
+    confidence_input: str | None = setting(
+        "dspark: what the confidence head reads, post_norm (the default) or pre_norm (what engines serve).",
+        default=None,
+    )
+
+    def shape(self) -> dict:
+        """The settings of a new draft that were given, without `draft_type`; 0 for "none" is `None` in the config."""
+        others = ("draft", "draft_revision", "draft_type")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        given = {name: value for name, value in given.items() if value is not None}
+        return given | {name: None for name in ("sliding_window", "markov_rank") if given.get(name) == 0}
+
+    def __post_init__(self):
+        if self.draft is None and self.draft_revision is not None:
+            raise ValueError("`draft_revision` belongs to an existing draft: name it as `draft`.")
+        fixed = [*self.shape(), *(["draft_type"] if self.draft_type else [])]
+        if self.draft is not None and fixed:
+            raise ValueError(f"`draft` is given, whose shape is fixed: leave out {', '.join(fixed)}.")
+
+
+@dataclass
+class LoraArguments:
+    """An adapter of `draft`, under the names of peft's `LoraConfig`; without `lora_r` the draft itself is trained."""
+
+    lora_r: int | None = setting(
+        "Rank of a LoRA adapter, which is trained and saved instead of the draft.", default=None
+    )
+    lora_alpha: int | None = setting("The adapter is scaled by lora_alpha / lora_r (lora_r).", default=None)
+    lora_dropout: float | None = setting("Dropout of the adapter's input (0).", default=None)
+    use_dora: bool = setting("DoRA: the adapter learns magnitudes apart from directions.", default=False)
+    target_modules: list[str] | None = setting("Linear layers that are adapted, e.g. o_proj (all).", default=None)
+    modules_to_save: list[str] | None = setting(
+        "Modules that are trained and saved whole, e.g. norm or markov_head (none).", default=None
+    )
+
+    def __post_init__(self):
+        if self.lora_r is None and (given := self._given()):
+            raise ValueError(f"`{next(iter(given))}` belongs to an adapter: give its rank, `lora_r`, too.")
+        if self.lora_r is not None and self.lora_r < 1:
+            raise ValueError(f"`lora_r` is {self.lora_r}: it must be at least 1.")
+
+    def lora_config(self) -> dict | None:
+        """Arguments of `LoraConfig`; `None` without an adapter."""
+        if self.lora_r is None:
+            return None
+        given = self._given()
+        return {"r": given.pop("lora_r"), "lora_alpha": self.lora_r} | given
+
+    def _given(self) -> dict:
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 @dataclass

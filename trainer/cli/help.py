@@ -28,7 +28,7 @@ TRAINING_GROUPS = {
     """,
     "Optimizer": "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm optim muon",
     "Precision, speed and memory": """
-        bf16 use_cpu loss_chunk_size cache_features activation_checkpointing torch_compile
+        bf16 use_cpu loss_chunk_size features cache_features features_dtype activation_checkpointing torch_compile
         train_sampling_strategy dataloader_num_workers ddp_timeout fsdp deepspeed
     """,
     "Evaluation": "eval_strategy eval_steps per_device_eval_batch_size eval_decode_prompts eval_max_new_tokens",

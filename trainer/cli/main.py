@@ -10,6 +10,7 @@ from ... import __version__
 COMMANDS = {
     "train": "Train a draft for a frozen target, measure it by real decoding, and save it with its card.",
     "regenerate": "Write the target's own answers to prompts: what a draft should be trained on.",
+    "cache-features": "Write the target's states of the rows to disk: training then runs no target.",
     "calibrate": "Fit the temperatures of a draft's confidence head.",
     "evaluate": "Decode held-out prompts with the draft and without it.",
     "doctor": "Find out what lowers a draft's acceptance.",
@@ -60,7 +61,7 @@ def _main(argv: list[str] | None) -> int:
 
 def overview() -> str:
     """What `blockdraft --help` prints."""
-    commands = "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:16}{text}" for name, text in COMMANDS.items())
     return f"""usage: blockdraft COMMAND [CONFIG.yaml] [VALUE ...] [--key value ...]
 
 {commands}
@@ -74,7 +75,7 @@ def call(name: str, argv: list[str]) -> int | None:
     not take what it is given."""
     if name not in COMMANDS:
         raise ValueError(f"{name!r} is not a command; choose one of {', '.join(COMMANDS)}")
-    command = import_module(f".{name}", __package__)
+    command = import_module(f".{name.replace('-', '_')}", __package__)
     everything = not set(HELP_ALL).isdisjoint(argv)
     if everything or not set(HELP).isdisjoint(argv):
         from .help import help_text

@@ -1,35 +1,43 @@
 """What commands open: targets, drafts, prompts, rows to train on."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.decoding.cost_table import CostTable
+from ...modeling.families import DSPARK, FAMILIES
 from ...modeling.target.pairing import check_pair
 from ...modeling.target.positions import check_length, position_limit
 from ...modeling.target.target_identity import loaded_commit
 from ..data.dataset import hold_out, mix, prepare_dataset, prepare_stream
 from ..data.packing import pack_rows
 from ..data.prompts import read_prompts
+from ..data.provenance import answers_of
 from ..data.rendering import stop_tokens
-from ..evaluation.decoding import cost_table
-from ..loading import load_draft, load_target
+from ..data.rows import hub_datasets
+from ..draft_trainer import DraftTrainer
+from ..evaluation.decoding import cost_table, held_out_prompts
+from ..loading import check_shape, load_draft, load_target, new_draft, new_trainer
 from ..run_record import DATA_SETTINGS
 from ..training_args import DraftTrainingArguments
-from .arguments import DataArguments, ScheduleArguments, TargetArguments
+from .arguments import DataArguments, DraftArguments, LoraArguments, ScheduleArguments, TargetArguments
 
 logger = logging.get_logger(__name__)
 
 
-def open_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target, whose answers then end with every token that stops them, and its tokenizer."""
+def open_target(args: TargetArguments, layers: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target, whose answers then end with every token that stops them, and its tokenizer; without `layers` it
+    cannot run."""
     target, tokenizer = load_target(
-        args.target, args.target_revision, args.target_dtype, args.target_device_map, args.trust_remote_code
+        args.target, args.target_revision, args.target_dtype, args.target_device_map, args.trust_remote_code, layers
     )
     target.generation_config.eos_token_id = stop_tokens(tokenizer, target.generation_config) or None
     return target, tokenizer
@@ -143,3 +151,50 @@ def data_settings(args: DataArguments) -> dict:
     return {
         name: value for name, value in given.items() if name == "max_length" or value != getattr(DataArguments, name)
     }
+
+
+def open_trainer(
+    target_args: TargetArguments,
+    draft_args: DraftArguments,
+    lora_args: LoraArguments,
+    data_args: DataArguments,
+    args: DraftTrainingArguments,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> DraftTrainer:
+    """The trainer of `blockdraft train`, whose target has no layers where training reads `features`. Raises a
+    `ValueError` for settings that exclude each other."""
+    lora, shape = lora_args.lora_config(), draft_args.shape()
+    draft_type = draft_args.draft_type or "dflash"
+    if lora and not draft_args.draft:
+        raise ValueError("`lora_r` adapts a draft that has been saved: name it as `draft`.")
+    check_shape(draft_type, shape)
+    set_seed(args.seed)
+    target, tokenizer = open_target(target_args, layers=args.features is None or args.cache_features)
+    commit = target_commit(target_args)
+    data_args.max_length = longest_row(target, data_args.max_length)
+    train_set, eval_set = open_training_rows(data_args, target, tokenizer, args)
+    if args.eval_decode_prompts:
+        prompts = held_out_prompts(eval_set, args.eval_decode_prompts)
+        check_room(target, prompts, args.eval_max_new_tokens, "eval_max_new_tokens")
+    args.datasets = args.datasets or hub_datasets(data_args.train_data) or None
+    answers = answers_of(data_args.train_data, target, tokenizer, commit)
+    if draft_args.draft:
+        draft = load_draft(draft_args.draft, torch.float32, target_args.trust_remote_code, draft_args.draft_revision)
+        check_pair(target, draft, tokenizer, commit)
+    else:
+        if FAMILIES[draft_type].method == DSPARK and args.confidence_head_alpha == 0:
+            shape["confidence_head"] = False  # it would not be trained
+        draft = new_draft(target, tokenizer, draft_type, rows=train_set, **shape)
+    return new_trainer(
+        draft,
+        target,
+        args,
+        target_revision=commit,
+        peft_config=LoraConfig(**lora, revision=draft_args.draft_revision) if lora else None,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+        answers=answers,
+        data_settings=data_settings(data_args),
+    )

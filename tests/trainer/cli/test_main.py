@@ -54,13 +54,16 @@ def test_the_overview_names_every_command(capsys):
 
 
 def test_every_command_has_a_module_and_help(capsys):
-    modules = {path.stem for path in Path(main.__code__.co_filename).parent.glob("*.py")}
-    assert modules - COMMANDS.keys() == {"__init__", "main", "arguments", "help", "opening", "parser"}
+    modules = {path.stem.replace("_", "-") for path in Path(main.__code__.co_filename).parent.glob("*.py")}
+    assert modules - COMMANDS.keys() == {"--init--", "main", "arguments", "help", "opening", "parser"}
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"usage: blockdraft {name} [CONFIG.yaml] ")
-        assert all(f"--{setting} " in out for setting in import_module(f"blockdraft.trainer.cli.{name}").POSITIONALS)
+        assert all(
+            f"--{setting} " in out
+            for setting in import_module(f"blockdraft.trainer.cli.{name.replace('-', '_')}").POSITIONALS
+        )
 
 
 def test_help_and_version_import_nothing_that_takes_time():
@@ -86,7 +89,7 @@ def test_the_package_and_its_module_are_the_command():
     [
         (
             ["trian"],
-            "'trian' is not a command; choose one of train, regenerate, calibrate, evaluate,",
+            "'trian' is not a command; choose one of train, regenerate, cache-features, calibrate,",
         ),
         (["train", "{tmp}/no.yaml"], "cannot read {tmp}/no.yaml: No such file or directory"),
         (["train", "{yaml}"], "`learning_rat` in {yaml} is not a setting; the nearest one is `learning_rate`."),
@@ -212,5 +215,5 @@ def test_commands_in_readme_and_docs_are_ones_that_there_are():
     for line in lines:
         _, name, *argv = shlex.split(line.replace("examples/", f"{ROOT}/examples/"), comments=True)
         extra = ["--use_cpu", "true"] if name == "train" else []  # bf16 is refused without a GPU or this
-        command = import_module(f"blockdraft.trainer.cli.{name}")
+        command = import_module(f"blockdraft.trainer.cli.{name.replace('-', '_')}")
         assert SettingsParser(command.SETTINGS.values(), command.POSITIONALS).parse([*argv, *extra])
