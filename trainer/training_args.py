@@ -37,11 +37,11 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
                 "`torchrun`, or show one GPU with CUDA_VISIBLE_DEVICES=0."
             )
 
-    def without_effect(self, sharded: bool) -> dict[str, str]:
-        """Settings that change nothing in a run, whatever its objective, and why; `sharded`: by FSDP or DeepSpeed."""
+    def without_effect(self, by_deepspeed: bool) -> dict[str, str]:
+        """Settings that change nothing in a run, whatever its objective, and why; `by_deepspeed`: what trains it."""
         found = {}
-        if sharded and self.muon and self.optim in ADAMW:
-            found["muon"] = "FSDP and DeepSpeed share out the matrices that Muon needs whole, so AdamW trains them"
+        if by_deepspeed and self.muon and self.optim in ADAMW:
+            found["muon"] = "DeepSpeed flattens the matrices that Muon needs as they are, so AdamW trains them"
         if self.cache_features and self.world_size > 1 and self.train_sampling_strategy != "sequential":
             found["cache_features"] = (
                 f"each of {self.world_size} ranks keeps the rows that it has seen, and next epoch gets other ones "

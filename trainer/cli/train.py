@@ -131,7 +131,7 @@ def run(
     from ..data.provenance import answers_of
     from ..data.rows import hub_datasets
     from ..draft_trainer import HELD_OUT
-    from ..evaluation.decoding import evaluate_decoding, held_out_prompts, served_dtype
+    from ..evaluation.decoding import held_out_prompts
     from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
     from ..loading import check_shape, load_draft, new_draft, new_trainer
@@ -190,18 +190,18 @@ def run(
             raise
         if args.eval_decode_prompts:
             trainer.save_model(_internal_call=True)  # whatever becomes of the measurement
-        if args.eval_decode_prompts and trainer.is_world_process_zero():
+        if args.eval_decode_prompts:
             note = (
                 f"The draft is saved in {args.output_dir}, without figures; the same command measures again, and with "
                 "`--eval_decode_prompts 0` ends the run without."
             )
-            with noted(note), served_dtype(trainer.draft, target.dtype):
-                prompts = trainer.decoding_prompts(eval_set)
-                report = evaluate_decoding(target, trainer.draft, prompts, args.eval_max_new_tokens)
+            with noted(note):
+                report = trainer.decode(eval_set)
             trainer.record_decoding({HELD_OUT: report.headline()})
-            print(report.table())
-            path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
-            print(f"The figures are in {path}.")
+            if trainer.is_world_process_zero():
+                print(report.table())
+                path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
+                print(f"The figures are in {path}.")
         save_finished(trainer)
         print(f"Saved in {args.output_dir}.")
     # Processes that exit with their group open may abort.
