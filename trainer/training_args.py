@@ -1,5 +1,6 @@
 """Training arguments of block-parallel drafts: our settings beside those of transformers."""
 
+import os
 from dataclasses import dataclass
 
 from transformers import TrainingArguments
@@ -35,6 +36,15 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
             raise ValueError(
                 "Several GPUs in one process (DataParallel) are not supported. Start with `accelerate launch` or "
                 "`torchrun`, or show one GPU with CUDA_VISIBLE_DEVICES=0."
+            )
+
+        # What the launcher of accelerate sets for several processes on CPUs, of which it starts one without MPI.
+        several = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_PORT"} <= os.environ.keys() and "RANK" not in os.environ
+        if several and self.world_size == 1:
+            raise ValueError(
+                "accelerate was told of several processes and has started one, as it does for a configuration that "
+                "says MULTI_CPU. Give that file to `blockdraft train --accelerate_config`, start with `torchrun`, or say "
+                "MULTI_GPU in it, which starts processes on CPUs too. (If one process is meant, unset MASTER_PORT.)"
             )
 
     def without_effect(self, by_deepspeed: bool) -> dict[str, str]:

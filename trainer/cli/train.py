@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..training_settings import TrainingSettings, setting
 from .arguments import DRAFT_REVISION, DataArguments, TargetArguments
+from .launch import ProcessArguments
 
 if TYPE_CHECKING:
     from ..training_args import DraftTrainingArguments
@@ -105,6 +106,7 @@ SETTINGS = {
     "Adapter": LoraArguments,
     "Data": DataArguments,
     "Earlier run": RunArguments,
+    "Processes": ProcessArguments,
     "Training": TrainingSettings,
 }
 POSITIONALS = ()
@@ -116,12 +118,13 @@ def run(
     lora_args: LoraArguments,
     data_args: DataArguments,
     run_args: RunArguments,
+    process_args: ProcessArguments,
     args: "DraftTrainingArguments",
 ) -> None:
     """Trains a draft for a frozen target, evaluates it by real decoding, and saves it with its card and report. The
     same command resumes an interrupted run from its last checkpoint, and leaves a finished draft as it is; another
     target, other rows or settings are another run, for another `output_dir`. With `lora_r`, an adapter of an existing
-    draft is trained and saved instead."""
+    draft is trained and saved instead. With `num_processes`, several processes train together."""
     import torch
     from peft import LoraConfig
     from transformers import set_seed
