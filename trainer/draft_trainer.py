@@ -5,14 +5,12 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from peft import LoraConfig, PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PrinterCallback
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import ModelOutput, logging
@@ -24,12 +22,12 @@ from ..modeling.target.target_transforms import check_head, transform_faults
 from .adapters import adapt, base_draft, check_adapter
 from .block_batch import BlockBatch, build_block_batch
 from .data.dataset import DraftCollator, check_rows
-from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much, served_dtype
-from .muon import MuonAndOther, hidden_matrices
+from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much
+from .evaluation.decoding_report import DecodingReport
 from .objectives.dflash import BlockLoss, dflash_loss
 from .skipping_trainer import SkippingTrainer
 from .target_states import check_row_lengths
-from .training_args import ADAMW, DraftTrainingArguments
+from .training_args import DraftTrainingArguments
 from .training_log import LogWindow, TrainingLog
 from .trial import noted, try_ending
 
@@ -128,12 +126,6 @@ class DraftTrainer(SkippingTrainer):
         # What wraps and places the draft, FSDP or DeepSpeed, leaves the target where it is.
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
-        if self.sharded and args.eval_decode_prompts:
-            raise ValueError(
-                f"`eval_decode_prompts` is {args.eval_decode_prompts}: one rank decodes, and would wait for ever for "
-                "the others, as draft or target is sharded (FSDP, ZeRO-3). Set `eval_decode_prompts=0`, and measure "
-                "the saved draft with `blockdraft evaluate`."
-            )
         self.check_features_settings()
         for fault in transform_faults(self.target, self.draft_config) if has_layers(target) else ():
             logger.warning(fault)
@@ -155,7 +147,7 @@ class DraftTrainer(SkippingTrainer):
             )
         if unused := args.unused_settings(self.loss_type):
             logger.warning(f"The objective {self.loss_type} does not use {', '.join(unused)}.")
-        for name, reason in args.without_effect(self.is_fsdp_enabled or self.is_deepspeed_enabled).items():
+        for name, reason in args.without_effect(self.is_deepspeed_enabled).items():
             logger.warning(f"`{name}` has no effect: {reason}.")
         self.prepare_draft()
         self.draft_config.target = target_record(target, self.processing_class, target_revision)
@@ -169,25 +161,6 @@ class DraftTrainer(SkippingTrainer):
         self._window = self._new_window()
         if self.adapter is not None and args.activation_checkpointing:
             self.draft.enable_input_require_grads()
-
-    @property
-    def sharded(self) -> bool:
-        """Whether weights of draft or target are whole only while their module runs, on all ranks at once."""
-        return (
-            self.is_fsdp_enabled
-            or is_deepspeed_zero3_enabled()
-            or self.is_distributed_loading_by_transformers
-            or self.target.is_distributed_loading_by_transformers
-        )
-
-    @property
-    def takes_muon(self) -> bool:
-        """Whether weight matrices are trained with Muon, which needs them whole."""
-        if self._given_optimizer or self.adapter is not None or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        if self.optimizer_cls_and_kwargs is None:
-            return self.args.muon and self.args.optim in ADAMW
-        return self.args.muon and self.optimizer_cls_and_kwargs[0] is torch.optim.AdamW
 
     def train(self, *args, **kwargs):
         """The base class's; tries before the first step what the run needs at its end, see [`try_ending`]."""
@@ -216,7 +189,7 @@ class DraftTrainer(SkippingTrainer):
         compute_logits = partial(self.draft.compute_logits, lm_head=self.target.get_output_embeddings())
         return dflash_loss(output.last_hidden_state, compute_logits, blocks.targets, self.args.loss_chunk_size)
 
-    # ---- rows and optimizer -------------------------------------------------------------------------------------
+    # ---- rows ---------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
         """The base class's; with `group_by_length` an epoch's order depends on its seed, its number and the rows of a
@@ -230,13 +203,6 @@ class DraftTrainer(SkippingTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._row_order.manual_seed(seed + epoch)
         super()._run_epoch(epoch=epoch, **kwargs)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The one that `args.optim` names, with Muon for the weight matrices beside AdamW."""
-        optimizer = super().create_optimizer(model)
-        if self.takes_muon and type(optimizer) is torch.optim.AdamW and (matrices := hidden_matrices(self.draft)):
-            self.optimizer = MuonAndOther(optimizer, matrices)
-        return self.optimizer
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -323,7 +289,7 @@ class DraftTrainer(SkippingTrainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """
         Loss, token accuracy and estimated acceptance over the evaluation rows, and tau from real decoding of
-        `args.eval_decode_prompts` of their prompts on the main process, by name, the same on every rank.
+        `args.eval_decode_prompts` of their prompts, which the ranks share out; by name, the same on every rank.
 
         Args:
             eval_dataset (*optional*): rows, or several sets of rows by name, which are evaluated in turn. Of a stream
@@ -339,9 +305,10 @@ class DraftTrainer(SkippingTrainer):
             own_name = name if named else None  # what the base class keeps a loader under
             found = self._block_metrics(self.get_eval_dataloader(own_name if own else rows))
             if self.args.eval_decode_prompts:
-                decoded, headline = self._decoding_metrics(rows)
-                found |= decoded
-                headlines |= headline and {name: headline}
+                with noted("`--eval_decode_prompts 0` evaluates without decoding."):
+                    report = self.decode(rows, compare_with_plain=False, disable_tqdm=self.args.disable_tqdm or None)
+                found |= {key: value for key, value in report.metrics().items() if not math.isnan(value)}
+                headlines[name] = report.headline()
             if promises_too_much(found.get("estimated_tau", 1.0), found.get("tau", math.inf)):
                 logger.warning(
                     f"By its rows the draft should reach a tau of {found['estimated_tau']:.2f}; real decoding gives "
@@ -362,32 +329,29 @@ class DraftTrainer(SkippingTrainer):
         training, window = self.model.training, self._new_window()
         self.model.eval()
         with torch.no_grad():
+            waited_for = self.waited_for(loader)
             for batch in tqdm(loader, desc="Evaluating", disable=self.args.disable_tqdm or None, leave=False):
                 batch["blocks"] = self.place_blocks(batch, EVALUATION_STEP)
                 _, sums = self.compute_loss(self.model, self._prepare_inputs(batch), return_outputs=True)
                 window.add(sums, batch["blocks"].row_counts)
+            if waited_for:
+                # Others wait for this rank's part of the weights in every forward.
+                row = self._prepare_inputs(self.data_collator([loader.dataset[0]]))
+                row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+                for _ in range(waited_for):
+                    self.compute_loss(self.model, row)
         self.model.train(training)
         return window.metrics(self.accelerator)
 
-    def _decoding_metrics(self, rows) -> tuple[dict[str, float], dict]:
-        """What real decoding gave, known to all ranks, and its headline for a card, known to the main one."""
-        metrics, headline = {}, {}
-        if self.accelerator.is_main_process:
-            with (
-                noted("`--eval_decode_prompts 0` evaluates without decoding."),
-                served_dtype(self.draft, self.target.dtype),
-            ):
-                report = evaluate_decoding(
-                    self.target,
-                    self.draft,
-                    self.decoding_prompts(rows),
-                    max_new_tokens=self.args.eval_max_new_tokens,
-                    compare_with_plain=False,
-                    disable_tqdm=self.args.disable_tqdm or None,
-                )
-            metrics = {name: value for name, value in report.metrics().items() if not math.isnan(value)}
-            headline = report.headline()
-        return broadcast_object_list([metrics])[0], headline
+    def decode(self, rows, **settings) -> DecodingReport:
+        """
+        Decodes `args.eval_decode_prompts` prompts of evaluation rows with the draft as it will be served. All ranks
+        have to come here: they share out the prompts, or decode all of them together where they share out the target,
+        and each gets the whole report. `settings` are those of [`evaluate_decoding`].
+        """
+        settings = {"max_new_tokens": self.args.eval_max_new_tokens, "over_ranks": not self.target_sharded} | settings
+        with self.served_draft() as draft:
+            return evaluate_decoding(self.target, draft, self.decoding_prompts(rows), **settings)
 
     def decoding_prompts(self, rows) -> list[list[int]]:
         """The prompts of evaluation rows that are decoded, see [`held_out_prompts`]; of a stream the first ones."""
@@ -397,12 +361,11 @@ class DraftTrainer(SkippingTrainer):
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """
         The base class's, which keeps its workers between evaluations for `self.eval_dataset` and each set of it alone.
-        No rank is given rows twice to have as many batches as the others, except where a sharded model makes all ranks
-        wait for each other in every forward.
+        No rank is given rows twice to have as many batches as the others.
         """
         own = eval_dataset is None or isinstance(eval_dataset, str)
         even_batches = self.accelerator.even_batches
-        self.accelerator.even_batches = even_batches and self.sharded
+        self.accelerator.even_batches = False
         try:
             # The base class keeps one loader for all that have no name, whatever rows are given.
             return super().get_eval_dataloader(eval_dataset) if own else super().get_test_dataloader(eval_dataset)

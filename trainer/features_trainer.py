@@ -12,13 +12,13 @@ from ..modeling.target.embedding_and_head import has_layers
 from .data.feature_store import TARGET_STATES, FeatureStore, StatesCollator, states_settings
 from .data.feature_writer import FeatureWriter
 from .data.provenance import chat_template_digest
-from .saving_trainer import SavingTrainer
+from .engine_trainer import EngineTrainer
 from .target_states import TargetStates
 
 logger = logging.get_logger(__name__)
 
 
-class FeaturesTrainer(SavingTrainer):
+class FeaturesTrainer(EngineTrainer):
     """A Trainer that holds a frozen `target`. With `args.features`, batches come with what the target computed of
     them earlier ([`BatchStates`]), and a target without layers will do; with `args.cache_features` that is written
     before the first step."""

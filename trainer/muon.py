@@ -8,7 +8,8 @@ al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
@@ -21,6 +22,38 @@ def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
     left_out = {id(parameter) for head in heads for parameter in head.parameters()}
     weights = (module.weight for module in draft.modules() if isinstance(module, nn.Linear))
     return [weight for weight in weights if weight.requires_grad and id(weight) not in left_out]
+
+
+class _Muon(torch.optim.Muon):
+    """torch's, also for matrices that FSDP2 shares out over the ranks, all of them or none. Momentum and decay need no
+    more than a rank's part of a matrix. The direction of its step needs the whole one: matrix by matrix, all ranks
+    gather it and make the same step of it, of which each takes its part."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        if not any(isinstance(parameter, DTensor) for parameter, _ in parameters):
+            super().step()
+            return
+        for parameter, group in parameters:
+            if (gradient := parameter.grad) is None:
+                continue
+            state, momentum = self.state[parameter], group["momentum"]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            direction = gradient.lerp(average, momentum).full_tensor()
+            update = DTensor.from_local(_muon_step(direction, group), parameter.device_mesh, run_check=False)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update)
+
+
+def _muon_step(direction: Tensor, group: dict) -> Tensor:
+    """What torch's Muon adds to a matrix `[m, n]`, without decay, for a direction whose momentum is in it already."""
+    matrix = nn.Parameter(torch.zeros_like(direction))
+    matrix.grad = direction
+    settings = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+    torch.optim.Muon([matrix], weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
+    return matrix.detach()
 
 
 class MuonAndOther(torch.optim.Optimizer):
@@ -36,7 +69,7 @@ class MuonAndOther(torch.optim.Optimizer):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
             if ours:
                 groups.append({"params": ours, "lr": group["lr"], "weight_decay": group["weight_decay"]})
-        self._muon, self._other = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw"), other
+        self._muon, self._other = _Muon(groups, adjust_lr_fn="match_rms_adamw"), other
         super().__init__([*self._muon.param_groups, *other.param_groups], {})
         self.defaults = other.defaults  # not before: Muon's groups would get them too
 

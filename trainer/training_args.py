@@ -1,5 +1,6 @@
 """Training arguments of block-parallel drafts: our settings beside those of transformers."""
 
+import os
 from dataclasses import dataclass
 
 from transformers import TrainingArguments
@@ -37,11 +38,20 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
                 "`torchrun`, or show one GPU with CUDA_VISIBLE_DEVICES=0."
             )
 
-    def without_effect(self, sharded: bool) -> dict[str, str]:
-        """Settings that change nothing in a run, whatever its objective, and why; `sharded`: by FSDP or DeepSpeed."""
+        # What the launcher of accelerate sets for several processes on CPUs, of which it starts one without MPI.
+        several = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_PORT"} <= os.environ.keys() and "RANK" not in os.environ
+        if several and self.world_size == 1:
+            raise ValueError(
+                "accelerate was told of several processes and has started one, as it does for a configuration that "
+                "says MULTI_CPU. Give that file to `blockdraft train --accelerate_config`, start with `torchrun`, or "
+                "say MULTI_GPU in it, which starts processes on CPUs too. (If one process is meant, unset MASTER_PORT.)"
+            )
+
+    def without_effect(self, by_deepspeed: bool) -> dict[str, str]:
+        """Settings that change nothing in a run, whatever its objective, and why; `by_deepspeed`: what trains it."""
         found = {}
-        if sharded and self.muon and self.optim in ADAMW:
-            found["muon"] = "FSDP and DeepSpeed share out the matrices that Muon needs whole, so AdamW trains them"
+        if by_deepspeed and self.muon and self.optim in ADAMW:
+            found["muon"] = "DeepSpeed flattens the matrices that Muon needs as they are, so AdamW trains them"
         if self.eval_steps is not None and self.eval_strategy != IntervalStrategy.STEPS:
             found["eval_steps"] = f'`eval_strategy` is "{self.eval_strategy.value}"'
         if self.activation_checkpointing_kwargs and not self.activation_checkpointing:

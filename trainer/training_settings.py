@@ -103,7 +103,7 @@ class TrainingSettings:
     )
     muon: bool = setting(
         "Train the draft's weight matrices with Muon, at the same learning rate, where `optim` is AdamW. Not for "
-        "adapters, FSDP and DeepSpeed.",
+        "adapters and DeepSpeed.",
         default=True,
     )
     max_skipped_share: float = setting(
@@ -129,8 +129,8 @@ class TrainingSettings:
         choices=FEATURES_DTYPES,
     )
     eval_decode_prompts: int = setting(
-        "Held-out prompts that each evaluation decodes, a rough measure (eval_tau_low, eval_tau_high); 0: the loss "
-        "alone, which is all that FSDP and ZeRO-3 can do.",
+        "Held-out prompts that each evaluation decodes, a rough measure (eval_tau_low, eval_tau_high); several "
+        "processes share them out. 0: the loss alone.",
         default=16,
     )
     eval_max_new_tokens: int = setting("Longest answer of these prompts, in tokens.", default=64)

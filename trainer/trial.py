@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy, has_length
 from transformers.utils import logging
 
 from .evaluation.decoding import WARM_UP_TOKENS, evaluate_decoding
+from .ranks import on_all_ranks
 
 logger = logging.get_logger(__name__)
 
@@ -28,21 +28,16 @@ def noted(note: str) -> Iterator[None]:
 
 
 def try_ending(trainer: Trainer) -> None:
-    """Raises on all ranks what would stop a run of a [`DraftTrainer`] at its end: a target or rows that no evaluation
+    """Raises on every rank what would stop a run of a [`DraftTrainer`] at its end: a target or rows that no evaluation
     can decode, a tokenizer that cannot be saved, an `output_dir` that cannot be written to or has no room. Random
     numbers and weights stay as they are."""
-    fault = None
-    if trainer.accelerator.is_main_process:
-        try:
+
+    def trial(rank: int, ranks: int) -> None:
+        if rank == 0:
             _try_saving(trainer)
-            _try_decoding(trainer)
-        except Exception as error:
-            fault = error
-    [told] = broadcast_object_list([fault and str(fault)])
-    if fault is not None:
-        raise fault
-    if told is not None:
-        raise ValueError(told)
+        _try_decoding(trainer)
+
+    on_all_ranks(trial)
 
 
 def _try_decoding(trainer: Trainer) -> None:
@@ -56,9 +51,9 @@ def _try_decoding(trainer: Trainer) -> None:
     )
     settings = {"compare_with_plain": False, "disable_tqdm": True}
     settings |= {"max_new_tokens": min(WARM_UP_TOKENS, args.eval_max_new_tokens)}
-    with noted(note):
+    with noted(note), trainer.served_draft() as draft:
         for rows in sets.values() if isinstance(sets, dict) else [sets]:
-            evaluate_decoding(trainer.target, trainer.draft, trainer.decoding_prompts(rows)[:1], **settings)
+            evaluate_decoding(trainer.target, draft, trainer.decoding_prompts(rows)[:1], **settings)
 
 
 def _try_saving(trainer: Trainer) -> None:

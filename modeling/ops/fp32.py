@@ -27,14 +27,15 @@ class KeepsFp32(nn.Module):
 
 
 class Fp32Weight(KeepsFp32):
-    """A weight in fp32. A call returns it, since hooks that bring offloaded weights do so for calls."""
+    """A weight in fp32. A call returns a copy of it, since hooks that bring offloaded or sharded weights do so for
+    calls, and may take them away again behind one."""
 
     def __init__(self, *shape: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self.weight.clone()
 
 
 class Fp32Linear(KeepsFp32, nn.Linear):

@@ -32,9 +32,9 @@ def dspark_draft(target, **settings) -> DeepseekV41DSparkModel:
     return DeepseekV41DSparkModel(config)
 
 
-def dspark_trainer(output_dir, rows=None, target=None, draft_settings=None, **settings) -> DSparkTrainer:
+def dspark_trainer(output_dir, rows=None, target=None, draft=None, draft_settings=None, **settings) -> DSparkTrainer:
     target = target or build_target("qwen3")
     torch.manual_seed(1)
-    draft = dspark_draft(target, **(draft_settings or {}))
+    draft = draft or dspark_draft(target, **(draft_settings or {}))
     rows = rows or make_rows()
     return DSparkTrainer(draft, target, arguments(output_dir, **settings), train_dataset=rows, eval_dataset=rows)

@@ -1,21 +1,27 @@
 """What two processes do together, started by torchrun: one training step of each draft, whose weights rank 0 saves,
 then an evaluation, an epoch of two steps, the first one being the best, the rest of runs that one process has begun,
-two epochs on features that both have written, and a run in which one rank gets a signal, of which each rank saves its view."""
+two epochs on features that both have written, a run in which one rank gets a signal, and what every engine is to do
+alike, of which each rank saves its view."""
 
 import itertools
 import os
 import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from draft_trainers import ONE_PROCESS, make_trainer, weights
 from dspark_trainers import dspark_trainer
+from engine_runs import FAMILIES, SGD, TWO_PROCESSES, dtypes_in_bf16, five_steps, saved_and_resumed
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import TrainerCallback
 
 from blockdraft.modeling.target.target_features import decoder_layers
 from blockdraft.trainer.block_batch import BlockBatch
 from blockdraft.trainer.interrupt import SaveOnInterrupt
+from blockdraft.trainer.ranks import on_all_ranks
 
 output_dir = Path(sys.argv[1])
 for family, make in (("dflash", make_trainer), ("dspark", dspark_trainer)):
@@ -82,6 +88,31 @@ try:
     trainer.train()
 except KeyboardInterrupt as interrupt:
     view["left"] = str(interrupt)
+for engine, settings in TWO_PROCESSES.items():
+    view[engine] = saved_and_resumed(output_dir / engine, **settings)
+    for family in FAMILIES:
+        view[engine][family] = five_steps(family, output_dir / engine, **SGD, **settings)
+view["bf16"] = {name: str(dtype) for name, dtype in dtypes_in_bf16(output_dir / "bf16", **settings).items()}
+
+
+def slow(rank: int, ranks: int) -> str:
+    """Longer than a collective of training would wait."""
+    time.sleep(2.5 * rank)
+    return f"{rank} of {ranks}"
+
+
+def failing(rank: int, ranks: int) -> None:
+    if rank == 1:
+        raise ValueError("no memory")
+
+
+_set_pg_timeout(timedelta(seconds=2))
+view["slow"] = on_all_ranks(slow)
+_set_pg_timeout(timedelta(minutes=30))
+try:
+    on_all_ranks(failing)
+except ValueError as error:
+    view["failed"] = str(error)
 torch.save(view, output_dir / f"rank{rank}.pt")
 # A process that exits while threads of its group are running may abort, even with the group closed: leave them behind.
 trainer.accelerator.wait_for_everyone()

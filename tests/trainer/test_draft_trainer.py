@@ -13,7 +13,7 @@ from draft_trainers import (
     weights,
 )
 from huggingface_hub import ModelCard
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from blockdraft.trainer.draft_trainer import EVALUATION_STEP, DraftTrainer
 from blockdraft.trainer.training_args import DraftTrainingArguments
@@ -258,25 +258,6 @@ def test_a_card_has_every_set_of_the_evaluation(tmp_path):
         trainer.save_model()
         results = ModelCard.load(tmp_path / "README.md").data.eval_results
         assert [result.dataset_name for result in results] == names
-
-
-@pytest.mark.parametrize("by", ["fsdp", "zero3"])
-def test_a_sharded_draft_waits_for_no_rank_for_ever(tmp_path, monkeypatch, by):
-    """It is not decoded on one rank, and all ranks evaluate as many batches."""
-
-    def shard(trainer):
-        Trainer.create_accelerator_and_postprocess(trainer)
-        trainer.is_fsdp_enabled = True
-
-    monkeypatch.setattr(Trainer, "get_eval_dataloader", lambda trainer, rows: trainer.accelerator.even_batches)
-    assert not make_trainer(tmp_path).get_eval_dataloader()
-    if by == "fsdp":
-        monkeypatch.setattr(DraftTrainer, "create_accelerator_and_postprocess", shard)
-    else:
-        monkeypatch.setattr("blockdraft.trainer.draft_trainer.is_deepspeed_zero3_enabled", lambda: True)
-    assert make_trainer(tmp_path).get_eval_dataloader()
-    with pytest.raises(ValueError, match="`eval_decode_prompts=0`"):
-        make_trainer(tmp_path, eval_decode_prompts=1)
 
 
 def test_predict_points_to_evaluate(tmp_path):

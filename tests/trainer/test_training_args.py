@@ -103,19 +103,19 @@ def test_settings_without_effect_are_told(tmp_path, caplog, settings, name):
     with caplog.at_level("WARNING", logger="blockdraft"):
         make_trainer(tmp_path, **settings)
     assert caplog.text.count(f"`{name}` has no effect") == 1
-    assert not make_trainer(tmp_path, eval_strategy="steps", eval_steps=5).args.without_effect(sharded=False)
+    assert not make_trainer(tmp_path, eval_strategy="steps", eval_steps=5).args.without_effect(by_deepspeed=False)
 
 
-def test_muon_without_whole_matrices_is_told_and_not_recorded(tmp_path, monkeypatch, caplog):
+def test_muon_under_deepspeed_is_told_and_not_recorded(tmp_path, monkeypatch, caplog):
     def shard(trainer):
         Trainer.create_accelerator_and_postprocess(trainer)
-        trainer.is_fsdp_enabled = True
+        trainer.is_deepspeed_enabled = True
 
     assert make_trainer(tmp_path, optim="adamw_torch").takes_muon
     monkeypatch.setattr(DraftTrainer, "create_accelerator_and_postprocess", shard)
     with caplog.at_level("WARNING", logger="blockdraft"):
         trainer = make_trainer(tmp_path, optim="adamw_torch")
-    assert caplog.text.count("`muon` has no effect: FSDP and DeepSpeed") == 1
+    assert caplog.text.count("`muon` has no effect: DeepSpeed") == 1
     assert not trainer.takes_muon and not trainer._training_record(trainer.state)["muon"]
 
 

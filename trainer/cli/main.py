@@ -84,9 +84,15 @@ def call(name: str, argv: list[str]) -> int | None:
         usage = " ".join(filter(None, [f"blockdraft {name} [CONFIG.yaml]", values, "[--key value ...]"]))
         print(help_text(usage, command.run.__doc__, command.SETTINGS, everything))
         return 0
+    from .launch import ProcessArguments, is_launched, launch
     from .parser import SettingsParser
 
-    return command.run(*SettingsParser(command.SETTINGS.values(), command.POSITIONALS).parse(argv))
+    parser = SettingsParser(command.SETTINGS.values(), command.POSITIONALS)
+    if ProcessArguments in command.SETTINGS.values() and not is_launched():
+        processes = parser.parse_one(ProcessArguments, argv)
+        if processes != ProcessArguments():
+            return launch(processes, [name, *argv])
+    return command.run(*parser.parse(argv))
 
 
 def is_wrong_input(error: Exception) -> bool:

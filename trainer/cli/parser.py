@@ -37,6 +37,21 @@ class SettingsParser(HfArgumentParser):
     def parse(self, argv: Sequence[str]) -> tuple:
         """Instances of the dataclasses from `[CONFIG.yaml] [positionals] [--key value ...]`; the command line wins.
         Raises a `ValueError` for an unknown setting, with the nearest known one, or a value that cannot be."""
+        *parsed, rest = self.parse_args_into_dataclasses(
+            self._read(argv), return_remaining_strings=True, look_for_args_file=False
+        )
+        if rest:
+            raise ValueError(f"{rest[0]!r} belongs to no setting; write --key value.")
+        return tuple(parsed)
+
+    def parse_one(self, dataclass_type: type, argv: Sequence[str]):
+        """An instance of one of the dataclasses alone, as [`~SettingsParser.parse`] makes it. The others are not made:
+        training arguments take hold of a device."""
+        values, _ = self.parse_known_args(self._read(argv))
+        return dataclass_type(**{f.name: getattr(values, f.name) for f in fields(dataclass_type)})
+
+    def _read(self, argv: Sequence[str]) -> list[str]:
+        """The settings as `--key value`, their names checked."""
         argv, given = list(argv), []
         if argv and argv[0].endswith((".yaml", ".yml")):
             given += self._read_yaml(Path(argv.pop(0)))
@@ -48,12 +63,7 @@ class SettingsParser(HfArgumentParser):
             if token.startswith("--"):
                 key = token[2:].split("=")[0].replace("-", "_")
                 self._check_known(key, "--" + key, extra=[f"no_{name}" for name in self.settings])
-        *parsed, rest = self.parse_args_into_dataclasses(
-            given + argv, return_remaining_strings=True, look_for_args_file=False
-        )
-        if rest:
-            raise ValueError(f"{rest[0]!r} belongs to no setting; write --key value.")
-        return tuple(parsed)
+        return given + argv
 
     def _check_known(self, key: str, shown: str, extra: Sequence[str] = ()) -> None:
         if key not in self.settings and key not in extra:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..training_settings import TrainingSettings, setting
 from .arguments import DataArguments, DraftArguments, LoraArguments, TargetArguments
+from .launch import ProcessArguments
 
 if TYPE_CHECKING:
     from ..training_args import DraftTrainingArguments
@@ -24,6 +25,7 @@ SETTINGS = {
     "Adapter": LoraArguments,
     "Data": DataArguments,
     "Earlier run": RunArguments,
+    "Processes": ProcessArguments,
     "Training": TrainingSettings,
 }
 POSITIONALS = ()
@@ -35,14 +37,14 @@ def run(
     lora_args: LoraArguments,
     data_args: DataArguments,
     run_args: RunArguments,
+    process_args: ProcessArguments,
     args: "DraftTrainingArguments",
 ) -> None:
     """Trains a draft for a frozen target, evaluates it by real decoding, and saves it with its card and report. The
     same command resumes an interrupted run from its last checkpoint, and leaves a finished draft as it is; another
     target, other rows or settings are another run, for another `output_dir`. With `lora_r`, an adapter of an existing
-    draft is trained and saved instead."""
+    draft is trained and saved instead. With `num_processes`, several processes train together."""
     from ..draft_trainer import HELD_OUT
-    from ..evaluation.decoding import evaluate_decoding, served_dtype
     from ..evaluation.report_folder import write_report
     from ..interrupt import SaveOnInterrupt
     from ..runs import TimeEstimate, is_finished, save_finished, train_draft
@@ -68,18 +70,18 @@ def run(
             raise
         if args.eval_decode_prompts:
             trainer.save_model(_internal_call=True)  # whatever becomes of the measurement
-        if args.eval_decode_prompts and trainer.is_world_process_zero():
+        if args.eval_decode_prompts:
             note = (
                 f"The draft is saved in {args.output_dir}, without figures; the same command measures again, and with "
                 "`--eval_decode_prompts 0` ends the run without."
             )
-            with noted(note), served_dtype(trainer.draft, trainer.target.dtype):
-                prompts = trainer.decoding_prompts(trainer.eval_dataset)
-                report = evaluate_decoding(trainer.target, trainer.draft, prompts, args.eval_max_new_tokens)
+            with noted(note):
+                report = trainer.decode(trainer.eval_dataset)
             trainer.record_decoding({HELD_OUT: report.headline()})
-            print(report.table())
-            path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
-            print(f"The figures are in {path}.")
+            if trainer.is_world_process_zero():
+                print(report.table())
+                path = write_report(args.output_dir, trainer.state.log_history, {report.block_size: report})
+                print(f"The figures are in {path}.")
         save_finished(trainer)
         print(f"Saved in {args.output_dir}.")
     # Processes that exit with their group open may abort.

@@ -25,6 +25,7 @@ from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.decoding.cost_table import CostTable, measure_cost_table
 from ...modeling.decoding.plain_decoding import plain_decode
 from ..data.loss_mask import supervised_runs
+from ..ranks import on_all_ranks
 from .decoding_report import GREEDY, OFF, TEMPERATURE_1, Answer, DecodingReport
 
 logger = logging.get_logger(__name__)
@@ -74,6 +75,7 @@ def evaluate_decoding(
     confidence_schedule: Schedule | None = None,
     disable_tqdm: bool | None = None,
     at_temperature_1: bool = False,
+    over_ranks: bool = False,
 ) -> DecodingReport:
     """Decodes every prompt with the draft and, to compare, with `generate()` and with the same loop without a draft.
 
@@ -89,12 +91,15 @@ def evaluate_decoding(
         disable_tqdm: hides the progress bar; `None` hides it if there is no terminal.
         at_temperature_1: decodes the prompts once more with the draft, sampled at temperature 1 from the whole
             vocabulary, for the report's `at_temperature_1`; what is measured so already is not measured twice.
+        over_ranks: the processes of a training, all of which call this, share out the prompts; each gets the whole
+            report. However long one of them takes, no collective times out.
 
     Raises:
         ValueError: without prompts, or if draft and target do not fit.
     """
     schedules = {_schedule_name(confidence_schedule): confidence_schedule}
-    evaluate = partial(compare_schedules, target, draft, prompts, schedules, max_new_tokens, disable_tqdm=disable_tqdm)
+    settings = {"disable_tqdm": disable_tqdm, "over_ranks": over_ranks}
+    evaluate = partial(compare_schedules, target, draft, prompts, schedules, max_new_tokens, **settings)
     [report] = evaluate(generation_config, compare_with_plain).values()
     if at_temperature_1 and report.decoding != TEMPERATURE_1:
         sampling = copy.deepcopy(generation_config) or GenerationConfig()
@@ -146,6 +151,7 @@ def compare_schedules(
     generation_config: GenerationConfig | None = None,
     compare_with_plain: bool = True,
     disable_tqdm: bool | None = None,
+    over_ranks: bool = False,
 ) -> dict[str, DecodingReport]:
     """What confidence schedules change on the same prompts, decoded in turn.
 
@@ -166,7 +172,7 @@ def compare_schedules(
     if not schedules:
         raise ValueError("`schedules` is empty: give at least one, `None` stands for verifying everything.")
     served = [_Served(draft.config.block_size, name, schedule) for name, schedule in schedules.items()]
-    settings = (max_new_tokens, generation_config, compare_with_plain, disable_tqdm)
+    settings = (max_new_tokens, generation_config, compare_with_plain, disable_tqdm, over_ranks)
     return dict(zip(schedules, _evaluate(target, draft, prompts, served, *settings), strict=True))
 
 
@@ -284,7 +290,15 @@ class Run(NamedTuple):
 
 
 def _evaluate(
-    target, draft, prompts, served: list[_Served], max_new_tokens, generation_config, compare_with_plain, disable_tqdm
+    target,
+    draft,
+    prompts,
+    served: list[_Served],
+    max_new_tokens,
+    generation_config,
+    compare_with_plain,
+    disable_tqdm,
+    over_ranks=False,
 ) -> list[DecodingReport]:
     """One report for each way to serve the draft, from one interleaved measurement."""
     if not prompts or not all(len(prompt) for prompt in prompts):
@@ -302,18 +316,24 @@ def _evaluate(
         decoders |= {GENERATE: target.generate, PLAIN_LOOP: partial(plain_decode, target)}
     check_equality = compare_with_plain and not config.do_sample
 
-    answers: list[list[Answer]] = [[] for _ in served]
-    with eval_mode(target, draft):
-        for decode in decoders.values():
-            decode_prompt(target, decode, prompts[0], config, max_new_tokens=min(max_new_tokens, WARM_UP_TOKENS))
-        for index, prompt in enumerate(tqdm(prompts, desc="Decoding", disable=disable_tqdm)):
-            order = random.Random(index).sample([*decoders], len(decoders))
-            runs = {name: decode_prompt(target, decoders[name], prompt, config) for name in order}
-            for i, column in enumerate(answers):
-                answer = _answer(runs, i, len(prompt))
-                if check_equality and answer.tokens != runs[GENERATE].tokens:
-                    answer.difference = _difference(target, prompt, answer.tokens, runs[GENERATE].tokens, config)
-                column.append(answer)
+    def decode_share(rank: int, ranks: int) -> list[list[Answer]]:
+        """Of every `ranks`-th prompt, one answer for each way to serve the draft."""
+        answers, own = [], range(rank, len(prompts), ranks)
+        with eval_mode(target, draft):
+            for decode in decoders.values() if own else ():
+                decode_prompt(target, decode, prompts[0], config, max_new_tokens=min(max_new_tokens, WARM_UP_TOKENS))
+            for index in tqdm(own, desc="Decoding", disable=disable_tqdm if rank == 0 else True):
+                prompt, order = prompts[index], random.Random(index).sample([*decoders], len(decoders))
+                runs = {name: decode_prompt(target, decoders[name], prompt, config) for name in order}
+                answers.append([_answer(runs, i, len(prompt)) for i in range(len(served))])
+                plain = runs[GENERATE].tokens if check_equality else None
+                for answer in answers[-1]:
+                    if check_equality and answer.tokens != plain:
+                        answer.difference = _difference(target, prompt, answer.tokens, plain, config)
+        return answers
+
+    shares = on_all_ranks(decode_share) if over_ranks else [decode_share(0, 1)]
+    answers = [shares[index % len(shares)][index // len(shares)] for index in range(len(prompts))]
     device = target.device
     settings = {
         "max_new_tokens": max_new_tokens,
@@ -326,10 +346,10 @@ def _evaluate(
         "decoding": _decoding(config, target.generation_config),
     }
     reports = []
-    for way, column in zip(served, answers, strict=True):
+    for way, column in zip(served, zip(*answers, strict=True), strict=True):
         with served_block_size(draft, way.block_size):
             drafted = draft.config.num_drafted
-        reports.append(DecodingReport(way.block_size, drafted, way.schedule_name, **settings, answers=column))
+        reports.append(DecodingReport(way.block_size, drafted, way.schedule_name, **settings, answers=[*column]))
     return reports
 
 

@@ -55,7 +55,7 @@ def test_the_overview_names_every_command(capsys):
 
 def test_every_command_has_a_module_and_help(capsys):
     modules = {path.stem.replace("_", "-") for path in Path(main.__code__.co_filename).parent.glob("*.py")}
-    assert modules - COMMANDS.keys() == {"--init--", "main", "arguments", "help", "opening", "parser"}
+    assert modules - COMMANDS.keys() == {"--init--", "main", "arguments", "help", "launch", "opening", "parser"}
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         out = capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_what_ends_the_last_evaluation_leaves_the_draft(config_file, tmp_path, m
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("blockdraft.trainer.evaluation.decoding.evaluate_decoding", fail)
+        patch.setattr("blockdraft.trainer.draft_trainer.DraftTrainer.decode", fail)
         with pytest.raises(MemoryError, match=r"no memory[\s\S]*saved in [\s\S]*`--eval_decode_prompts 0`"):
             main(command)
     weights = (tmp_path / "model.safetensors").read_bytes()

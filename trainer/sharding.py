@@ -1,0 +1,100 @@
+"""A draft whose weights FSDP2 or DeepSpeed ZeRO-3 share out over the ranks: what is sharded apart, and the whole."""
+
+import copy
+from dataclasses import replace
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Raises a `ValueError` for a way of FSDP in which a draft cannot be trained or would not be saved."""
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            "`fsdp_version` is 1, which flattens weights, so that neither Muon nor fp32 parts can have their own: "
+            'set `fsdp_version: 2` in the configuration of accelerate, or leave out "version" of `fsdp_config`.'
+        )
+    if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
+        raise ValueError(
+            f"`fsdp_state_dict_type` is {plugin.state_dict_type.name}, with which no draft is saved that can be "
+            "loaded: set FULL_STATE_DICT. A draft is small beside its target."
+        )
+
+
+def keep_precision(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Half precision under FSDP2 as it is without: weights are gathered in it, while inputs keep the dtype in which
+    they come, autocast decides about products, and gradients are summed in fp32."""
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+        )
+
+
+def prepare_sharding(draft: PreTrainedModel, accelerator: Accelerator) -> None:
+    """
+    What a draft needs before accelerate shards it with FSDP2.
+
+    All ranks get the weights of the first one, as under DDP. Modules that stay in fp32
+    (`_keep_in_fp32_modules_strict`) are sharded here, each in a group of its own: a group has one dtype, and those of
+    the layers around them are gathered in half precision. Layers and heads, as far as the draft has them, are left to
+    accelerate.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if any(isinstance(module, FSDPModule) for module in draft.modules()):
+        return
+    for tensor in chain(draft.parameters(), draft.buffers()):
+        sent = tensor.data.to(accelerator.device)
+        dist.broadcast(sent, src=0)
+        tensor.data.copy_(sent)
+    mesh = accelerator.torch_device_mesh
+    mesh = None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    policy, offload = MixedPrecisionPolicy(cast_forward_inputs=False), plugin.cpu_offload
+    names = set(draft._keep_in_fp32_modules_strict or ())
+    for name, module in draft.named_modules():
+        if name.rpartition(".")[2] in names and any(True for _ in module.parameters()):
+            # They are small. Kept after the forward, they are gathered once a step.
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    if plugin.transformer_cls_names_to_wrap is None:
+        present = {type(module).__name__ for module in draft.modules()}
+        plugin.transformer_cls_names_to_wrap = [name for name in draft._no_split_modules if name in present]
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters are on the meta device."""
+    memo = {id(weight): nn.Parameter(weight.to("meta"), requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def whole_copy(empty: nn.Module, sharded: nn.Module) -> nn.Module:
+    """
+    A sharded model's weights in one piece on each rank. All ranks have to take part.
+
+    Args:
+        empty: [`without_weights`] of the model as it was before it was sharded, in the dtypes that are wanted.
+        sharded: the model.
+    """
+    model = copy.deepcopy(empty)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    state = {name: whole(tensor).to(dtypes[name]) for name, tensor in sharded.state_dict(keep_vars=True).items()}
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be one rank's part of it, apart from the model. All ranks have to take part."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor()
+    if hasattr(tensor, "ds_id"):  # ZeRO-3
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters(tensor):
+            return tensor.detach().clone()
+    return tensor.detach().clone()
