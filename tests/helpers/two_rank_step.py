@@ -1,6 +1,7 @@
 """What two processes do together, started by torchrun: one training step of each draft, whose weights rank 0 saves,
 then an evaluation, an epoch of two steps, the first one being the best, the rest of runs that one process has begun,
-two epochs on features that both have written, and a run in which one rank gets a signal, of which each rank saves its view."""
+two epochs on features that both have written, and a run in which one rank gets a signal, of which each rank saves its
+view."""
 
 import itertools
 import os
