@@ -1,9 +1,9 @@
 """A step on features from disk beside a step that runs the target, both families.
 
 `OMP_NUM_THREADS=1 python -m benchmarks.offline [--repeats 12]` writes the features of a few random rows, then takes
-steps with the target and without it in turn, loading of the batch included. A step without the target should take what
-is left of the other one without the target's forward. It prints medians, by the clock and in seconds of processor time,
-which say more where something else is running. Files come from the system's cache.
+steps with the target and without it in turn, loading of the batch included. A step without the target should take
+what is left of the other one without the target's forward. It prints medians, by the clock and in seconds of processor
+time, which say more where something else is running. Files come from the system's cache.
 """
 
 import argparse
