@@ -89,8 +89,7 @@ class FeaturesTrainer(EngineTrainer):
         """Writes the target's states of all training and evaluation rows that `features_directory` lacks; all later
         batches read them, and no step runs the target. All ranks share the rows. Raises a `ValueError` for streams,
         whose rows have no end."""
-        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        sets = [rows for rows in (self.train_dataset, *evaluated) if rows is not None]
+        sets = self._row_sets()
         if any(isinstance(rows, IterableDataset) for rows in sets):
             raise ValueError(
                 "The features of all rows are written before the first step, and a stream has no last row: leave "
@@ -109,10 +108,18 @@ class FeaturesTrainer(EngineTrainer):
         ).write(sets)
         self.read_features()
 
+    def _row_sets(self) -> list:
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        return [rows for rows in (self.train_dataset, *evaluated) if rows is not None]
+
     def read_features(self) -> None:
         """From now on, batches come with the target's states in `features_directory`. Raises a `ValueError` if these
-        are another target's or other layers', with the differences."""
+        are another target's or other layers', with the differences, or if rows lack them that no target can run."""
         store = FeatureStore(self.features_directory)
         store.check(states_settings(self.draft_config, self.needs_head_input), self.draft_config.target)
         self.draft_config.target = store.manifest["target"]  # of the whole target, with its weights
-        self.data_collator = StatesCollator(self.data_collator, store, required=not has_layers(self.target))
+        required = not has_layers(self.target)
+        for rows in self._row_sets() if required else ():
+            if not isinstance(rows, IterableDataset):  # whose rows are looked for as they come
+                store.check_rows(rows)
+        self.data_collator = StatesCollator(self.data_collator, store, required)

@@ -44,7 +44,8 @@ class DraftTrainingArguments(TrainingSettings, TrainingArguments):
             raise ValueError(
                 "accelerate was told of several processes and has started one, as it does for a configuration that "
                 "says MULTI_CPU. Give that file to `blockdraft train --accelerate_config`, start with `torchrun`, "
-                "or say MULTI_GPU in it, which starts processes on CPUs too. (If one process is meant, unset MASTER_PORT.)"
+                "or say MULTI_GPU in it, which starts processes on CPUs too. If one process is meant, unset "
+                "MASTER_PORT."
             )
 
     def without_effect(self, by_deepspeed: bool) -> dict[str, str]:

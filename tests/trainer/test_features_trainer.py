@@ -138,8 +138,11 @@ def test_what_a_target_without_layers_cannot_do_is_refused(tmp_path, saved_targe
         offline(saved_target, tmp_path, eval_decode_prompts=2)
     with pytest.raises(ValueError, match="loaded without its layers, so its features must be on disk"):
         offline(saved_target, tmp_path, cache_features=True)
+    others = concatenate_datasets([make_rows(2), make_rows(2, seed=3)])
+    with pytest.raises(ValueError, match=r"has no states of the row 0 \(.* tokens\).* lacks 2 rows"):
+        offline(saved_target, tmp_path, rows=others)
     with pytest.raises(ValueError, match=r"has no states of the row 0 \(.* tokens\)"):
-        losses(offline(saved_target, tmp_path, rows=make_rows(2, seed=3)))
+        losses(offline(saved_target, tmp_path, rows=others.to_iterable_dataset()))
     trainer = offline(saved_target, tmp_path)
     batch = trainer.data_collator([make_rows()[0]]) | {"anchor_positions": torch.tensor([[9]])}
     with pytest.raises(ValueError, match="The batch has `anchor_positions`"):

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from ...configuration.configuration_draft import DraftConfig
@@ -22,6 +23,8 @@ from .feature_shards import Columns, RowStates, Shard, ShardIndex, columns_read,
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+READ_ROWS = 1000  # rows that are looked at together
+DOCUMENT_COLUMNS = ("input_ids", "loss_mask", "row_id", "document_ids", "document_row_ids")
 TARGET_STATES = "target_states"  # of a batch: its `BatchStates`
 REPAIR = "`blockdraft cache-features` with the same settings writes what is missing or damaged, and nothing else"
 # Of a target's record, what must agree where both sides know it.
@@ -80,6 +83,16 @@ def documents(row: Mapping) -> list[Document]:
     ]
 
 
+def all_documents(rows: Dataset) -> Iterator[tuple[int, int, Document]]:
+    """The documents of all rows, each with the number of its row and its own in it."""
+    columns = [name for name in DOCUMENT_COLUMNS if name in rows.column_names]
+    batches = rows.select_columns(columns).with_format("numpy").iter(READ_ROWS)
+    for start, batch in zip(range(0, len(rows), READ_ROWS), batches, strict=True):
+        for at in range(len(batch["input_ids"])):
+            for part, document in enumerate(documents({name: values[at] for name, values in batch.items()})):
+                yield start + at, part, document
+
+
 class FeatureStore:
     """The states in a folder that `blockdraft cache-features` wrote, a [`StatesSource`]. Raises a `ValueError` if
     there are none, or not all that were to be written, or if a shard is missing or damaged; it names the file."""
@@ -114,6 +127,16 @@ class FeatureStore:
                 f"{self.name} is not for this training: {'; '.join(found)}. Train with what it was written with, or "
                 "write another folder with `blockdraft cache-features`."
             )
+
+    def check_rows(self, rows: Dataset) -> None:
+        """Raises a `ValueError` if there are no states of some of these rows."""
+        lacking, first = 0, None
+        for _, _, document in all_documents(rows):
+            columns = columns_read(document.loss_mask, self.context_window)
+            if columns.stop and self._index.find(row_digest(document.input_ids), columns) is None:
+                lacking, first = lacking + 1, first or document
+        if first:
+            raise ValueError(f"{missing(self, first)} (It lacks {lacking} rows.)")
 
     def find(self, document: Document, columns: Columns) -> RowStates | None:
         """See [`StatesSource`]."""

@@ -19,14 +19,12 @@ from transformers.utils import logging
 
 from ...modeling.saving.atomic_save import STAGING, staged_directory
 from .feature_shards import FP8, STATES, Columns, Shard, ShardIndex, columns_read, row_digest, to_fp8, write_shard
-from .feature_store import FORMAT, MANIFEST, differences, documents, read_manifest
+from .feature_store import FORMAT, MANIFEST, all_documents, differences, documents, read_manifest
 
 logger = logging.get_logger(__name__)
 
 SHARD_BYTES = 2_000_000_000  # of a shard, unless one row is larger; a process holds one of them in memory
 PROBE_TOKENS = 8
-READ_ROWS = 1000  # rows that are looked at together
-DOCUMENT_COLUMNS = ("input_ids", "loss_mask", "row_id", "document_ids", "document_row_ids")
 
 # Runs the target on `input_ids` and `attention_mask` `[B, S]`: features and, if it is wanted, its head's input.
 ReadStates = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
@@ -152,21 +150,14 @@ class FeatureWriter:
     def _missing_rows(self, index: ShardIndex) -> list[_Row]:
         rows: dict[bytes, _Row] = {}
         for number, rows_of_set in enumerate(self._sets):
-            names = [name for name in DOCUMENT_COLUMNS if name in rows_of_set.column_names]
-            batches = rows_of_set.select_columns(names).with_format("numpy").iter(READ_ROWS)
-            for start, batch in zip(range(0, len(rows_of_set), READ_ROWS), batches, strict=True):
-                for at in range(len(batch["input_ids"])):
-                    row = {name: values[at] for name, values in batch.items()}
-                    for part, document in enumerate(documents(row)):
-                        columns = columns_read(document.loss_mask, self.settings["context_window"])
-                        if not columns.stop:
-                            continue
-                        digest = row_digest(document.input_ids)
-                        if same := rows.get(digest):
-                            same.columns = same.columns.joined(columns)
-                        elif index.find(digest, columns) is None:
-                            place = (number, start + at, part)
-                            rows[digest] = _Row(document.row_id, digest, columns, len(document.input_ids), place)
+            for at, part, document in all_documents(rows_of_set):
+                columns = columns_read(document.loss_mask, self.settings["context_window"])
+                digest = row_digest(document.input_ids)
+                if same := rows.get(digest):
+                    same.columns = same.columns.joined(columns) if columns.stop else same.columns
+                elif columns.stop and index.find(digest, columns) is None:
+                    place = (number, at, part)
+                    rows[digest] = _Row(document.row_id, digest, columns, len(document.input_ids), place)
         return list(rows.values())
 
     # ---- how much it is -----------------------------------------------------------------------------------------
