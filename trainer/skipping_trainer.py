@@ -36,6 +36,10 @@ class SkippingTrainer(FeaturesTrainer):
 
     _window: LogWindow
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._tr_loss = torch.zeros((), device=self.args.device)  # the base class's, which makes it in `train`
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The base class's; remembers what is there before an accumulation window."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -2,7 +2,10 @@
 random state, the order of its rows and the places of their anchors."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -10,35 +13,17 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from decoding_models import build_draft, build_target
-from draft_trainers import BLOCK, make_rows, make_trainer
+from draft_trainers import BLOCK, assert_close, make_rows, make_trainer, weights
 from dspark_trainers import dspark_trainer
+from killed_runs import SETTINGS, STEPS, KillAfter, Killed
 from peft import LoraConfig
-from safetensors.torch import load_file
-from transformers import TrainerCallback
+from spoilt_rows import unsupervised
 from transformers.trainer_utils import get_last_checkpoint
 
+from benchmarks.faults import differences, saved_state
 from blockdraft.trainer.draft_trainer import DraftTrainer
 from blockdraft.trainer.runs import train_draft
-
-STEPS = 6
-LOGGED = ("step", "loss", "grad_norm", "learning_rate")
-SETTINGS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
-SETTINGS |= {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
-
-
-class Killed(BaseException):
-    """What no handler of errors catches, like the end of the process."""
-
-
-class KillAfter(TrainerCallback):
-    """In the middle of the step after this one, which is the last that is saved."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Killed
+from blockdraft.trainer.skipping_trainer import FEATURES
 
 
 def whole(output_dir, rows, **settings) -> DraftTrainer:
@@ -78,32 +63,6 @@ def noted(trainer: DraftTrainer, notes: dict[int, list]) -> DraftTrainer:
     return trainer
 
 
-def saved(folder: Path) -> dict:
-    """All that a checkpoint holds of a training's state; of its log what is not a time or a window's rate."""
-    state = json.loads((folder / "trainer_state.json").read_text())
-    log = [{name: entry[name] for name in LOGGED} for entry in state.pop("log_history")]
-    files = {path.name: torch.load(path, weights_only=False) for path in folder.glob("*.pt*")}
-    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth"} <= files.keys()
-    return files | {"state": state, "log": log, "weights": load_file(next(folder.glob("*.safetensors")))}
-
-
-def assert_equal(ours, theirs, where: str = ""):
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), where
-        for name in theirs:
-            assert_equal(ours[name], theirs[name], f"{where}.{name}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), where
-        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(a, b, f"{where}.{index}")
-    elif isinstance(theirs, torch.Tensor):
-        assert torch.equal(ours, theirs), where
-    elif isinstance(theirs, numpy.ndarray):
-        assert numpy.array_equal(ours, theirs), where
-    else:
-        assert ours == theirs, where
-
-
 @pytest.mark.parametrize(
     ("make", "rows", "settings"),
     [
@@ -134,4 +93,47 @@ def test_killed_twice_is_the_same_run(tmp_path, make, rows, settings):
                 train_draft(trainer)
             assert get_last_checkpoint(killed).endswith(f"checkpoint-{at}")
     assert again == notes
-    assert_equal(saved(killed / f"checkpoint-{STEPS}"), saved(straight / f"checkpoint-{STEPS}"))
+    ours, theirs = (saved_state(folder / f"checkpoint-{STEPS}") for folder in (killed, straight))
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "weights", "log"} <= theirs.keys()
+    assert [entry["step"] for entry in theirs["log"]] == [*range(1, STEPS + 1)]
+    assert list(differences(ours, theirs)) == []
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    """The folders of what two gloo processes do, see `two_rank_faults.py`."""
+    output_dir = tmp_path_factory.mktemp("two_ranks")
+    script = Path(__file__).parents[1] / "helpers" / "two_rank_faults.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    result = subprocess.run([*command, str(output_dir)], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return output_dir
+
+
+def test_two_ranks_that_are_killed_are_the_same_run(two_ranks):
+    ours, theirs = (saved_state(two_ranks / name / f"checkpoint-{STEPS}") for name in ("killed", "straight"))
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= theirs.keys()
+    assert list(differences(ours, theirs)) == []
+
+
+def test_one_process_goes_on_where_two_were(two_ranks, tmp_path):
+    """With as many rows a step, and an optimizer that makes no more of a difference than it is."""
+    folder = two_ranks / "unsupervised"
+    trainer = make_trainer(
+        tmp_path,
+        unsupervised(make_rows()),
+        **SETTINGS | {"optim": "sgd", "max_steps": 4, "per_device_train_batch_size": 4, "save_strategy": "no"},
+    )
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    assert_close(weights(trainer), saved_state(folder / "checkpoint-4")["weights"], 1e-6)
+
+
+def test_a_bad_row_of_one_rank_is_left_out_on_both(two_ranks):
+    ours, theirs = (saved_state(two_ranks / name / "checkpoint-4") for name in ("spoilt", "unsupervised"))
+    assert list(differences(ours, theirs)) == []
+    log = json.loads((two_ranks / "spoilt" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert [entry[FEATURES] for entry in log if FEATURES in entry] == [1, 2]
