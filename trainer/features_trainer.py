@@ -4,14 +4,16 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from datasets import IterableDataset
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling.target.embedding_and_head import has_layers
-from .data.feature_store import TARGET_STATES, FeatureStore, StatesCollator, states_settings
+from .data.feature_store import SERVED, TARGET_STATES, FeatureStore, StatesCollator, states_settings
 from .data.feature_writer import FeatureWriter
 from .data.provenance import chat_template_digest
+from .data.served_features import ServedFeatures, ServedLayers
 from .engine_trainer import EngineTrainer
 from .target_states import TargetStates
 
@@ -54,11 +56,13 @@ class FeaturesTrainer(EngineTrainer):
     def check_features_settings(self) -> None:
         """Raises a `ValueError` for what a target without layers cannot do; warns of settings without effect."""
         args = self.args
+        if args.served_features and not args.cache_features:
+            logger.warning("`served_features` is not used: set `cache_features`, or run `blockdraft cache-features`.")
         if args.features_dtype != "auto" and args.features and not args.cache_features:
             logger.warning("`features_dtype` is not used: what is in `features` has its dtype.")
         if has_layers(self.target):
             return
-        if not args.features or args.cache_features:
+        if not args.features or (args.cache_features and not args.served_features):
             raise ValueError(
                 "The target was loaded without its layers, so its features must be on disk: set `features` to the "
                 "folder that `blockdraft cache-features` wrote, without `cache_features`, or load the whole target."
@@ -96,17 +100,49 @@ class FeaturesTrainer(EngineTrainer):
                 "`streaming` off, or `cache_features`."
             )
         tokenizer = self.processing_class
+        provenance = {"chat_template_sha256": None if tokenizer is None else chat_template_digest(tokenizer)}
+        read, lacking = partial(self._target_states.read, head_input=self.needs_head_input), None
+        if self.args.served_features:
+            served = self._served_features()
+            sets, lacking = self._served_rows(served, sets)
+            read, provenance = served.read, provenance | {SERVED: served.layers.record()}
+            if not any(map(len, sets)):
+                raise ValueError(f"{lacking}.")
         FeatureWriter(
             self.features_directory,
             states_settings(self.draft_config, self.needs_head_input),
             self.draft_config.target,
-            partial(self._target_states.read, head_input=self.needs_head_input),
+            read,
             self.accelerator,
             dtype=self.args.features_dtype,
             batch_size=self.args.per_device_eval_batch_size,
-            provenance={"chat_template_sha256": None if tokenizer is None else chat_template_digest(tokenizer)},
+            provenance=provenance,
         ).write(sets)
+        if lacking:
+            raise ValueError(
+                f"{lacking}. What is there has been written; the same command adds the others once they have been "
+                "served (`served_wait` waits for them)."
+            )
         self.read_features()
+
+    def _served_features(self) -> ServedFeatures:
+        args = self.args
+        layers = ServedLayers(
+            tuple(args.served_layer_ids), args.served_index, args.served_final_norm, args.served_attn_res_stream
+        )
+        if warning := layers.warning(self.target.config.get_text_config(decoder=True)):
+            logger.warning(warning)
+        return ServedFeatures(args.served_features, layers, self.draft_config, self.target, self.needs_head_input)
+
+    def _served_rows(self, served: ServedFeatures, sets: list[Dataset]) -> tuple[list[Dataset], str | None]:
+        """The rows that have been served, the same on all ranks, and what to say of the others."""
+        window, found = states_settings(self.draft_config, self.needs_head_input)["context_window"], [None, None]
+        if self.accelerator.is_main_process:
+            rows = served.wait_for(sets, self.args.served_wait, window)
+            print(rows.message, flush=True)
+            found = [rows.kept, rows.message if rows.missing else None]
+        kept, lacking = broadcast_object_list(found)
+        return [rows.select(numbers) for rows, numbers in zip(sets, kept, strict=True)], lacking
 
     def _row_sets(self) -> list:
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
@@ -118,6 +154,8 @@ class FeaturesTrainer(EngineTrainer):
         store = FeatureStore(self.features_directory)
         store.check(states_settings(self.draft_config, self.needs_head_input), self.draft_config.target)
         self.draft_config.target = store.manifest["target"]  # of the whole target, with its weights
+        if SERVED in store.manifest:
+            self._data_settings |= {"served_features": store.manifest[SERVED]}
         required = not has_layers(self.target)
         for rows in self._row_sets() if required else ():
             if not isinstance(rows, IterableDataset):  # whose rows are looked for as they come

@@ -42,10 +42,12 @@ NOT_TAKEN = {
     "enable_jit_checkpoint": (False, "take the callback `SaveOnInterrupt`, whose checkpoints are whole"),
 }
 FEATURES_DTYPES = ("auto", "bfloat16", "float8_e4m3fn")
+AFTER_LAYERS, LAYER_OUTPUT = SERVED_INDICES = ("after_layers", "layer_output")  # what an engine's id of a layer means
 POSITIVE = ("num_anchors", "prefix_weight_base", "loss_chunk_size")
 NOT_NEGATIVE = (
     "eval_decode_prompts",
     "eval_max_new_tokens",
+    "served_wait",
     "max_skipped_share",
     "loss_decay_gamma",
     "expert_bias_step",
@@ -128,6 +130,30 @@ class TrainingSettings:
         default="auto",
         choices=FEATURES_DTYPES,
     )
+    served_features: str | None = setting(
+        "Folder of states that vLLM or speculators wrote, or writes: cache_features and cache-features take them from "
+        "there, and the target does not run.",
+        default=None,
+    )
+    served_layer_ids: list[int] | None = setting(
+        "served_features: the ids that the engine was given (eagle_aux_hidden_state_layer_ids).", default=None
+    )
+    served_index: str = setting(
+        "served_features: what such an id j means, after_layers (vLLM: the state after j layers, 0 the embedding) or "
+        "layer_output (the output of the zero-based layer j).",
+        default=SERVED_INDICES[0],
+        choices=SERVED_INDICES,
+    )
+    served_final_norm: bool = setting(
+        "served_features: the state after the last layer has been through the target's final norm (vLLM's has not).",
+        default=False,
+    )
+    served_attn_res_stream: bool = setting(
+        "served_features of Kimi K3: vLLM ran with VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1.", default=False
+    )
+    served_wait: float = setting(
+        "served_features: wait for missing rows until no file has come for so many seconds.", default=0.0
+    )
     eval_decode_prompts: int = setting(
         "Held-out prompts that each evaluation decodes, a rough measure (eval_tau_low, eval_tau_high); several "
         "processes share them out. 0: the loss alone.",
@@ -167,6 +193,13 @@ class TrainingSettings:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be finite and not negative.")
         if self.features_dtype not in FEATURES_DTYPES:
             raise ValueError(f"`features_dtype` is {self.features_dtype!r}; choose {', '.join(FEATURES_DTYPES)}.")
+        if self.served_index not in SERVED_INDICES:
+            raise ValueError(f"`served_index` is {self.served_index!r}; choose {' or '.join(SERVED_INDICES)}.")
+        if (self.served_features is None) != (self.served_layer_ids is None):
+            raise ValueError(
+                "`served_features` and `served_layer_ids` belong together: the folder, and the layers' ids that its "
+                "engine was given, which no file says."
+            )
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be false: anchors are drawn by the column `row_id`.")
         check_license(self.license, self.license_name, self.license_link)

@@ -1,4 +1,4 @@
-"""A target of which only embedding and LM head are loaded: all that training on stored states needs of it."""
+"""A target of which only embedding, final norm and LM head are loaded: all that training on stored states needs."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -30,8 +31,8 @@ def load_embedding_and_head(
     auto_class: type = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """
-    Reads the embedding and the LM head of a causal LM, tensor by tensor; of a repository on the Hub, only the files
-    that hold them are downloaded.
+    Reads the embedding, the final norm and the LM head of a causal LM, tensor by tensor; of a repository on the Hub,
+    only the files that hold them are downloaded.
 
     Args:
         name, revision, dtype, trust_remote_code: those of `from_pretrained`.
@@ -55,9 +56,9 @@ def load_embedding_and_head(
         target.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
     target.tie_weights()
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    names = {}
+    parts, names = (embedding, head, *final_norms(target)), {}
     for module, part in target.named_modules():
-        for weight_name, weight in part.named_parameters() if part in (embedding, head) else ():
+        for weight_name, weight in part.named_parameters() if part in parts else ():
             names.setdefault(weight, f"{module}.{weight_name}")  # of two that are tied, the first
     files = _files(name, revision, target, set(names.values()))
     devices = {"": ABSENT}
@@ -78,6 +79,17 @@ def load_embedding_and_head(
         head.weight = embedding.weight
     target.hf_device_map = devices
     return target.eval().requires_grad_(False)
+
+
+def final_norms(target: PreTrainedModel) -> list[nn.Module]:
+    """The norm between a target's last layer and its head: the last that its decoder has for itself, after its layers;
+    empty where there is none."""
+    norms, after_layers = [], False
+    for module in target.get_decoder().children():
+        after_layers |= isinstance(module, nn.ModuleList)
+        if after_layers and type(module).__name__.endswith("Norm"):
+            norms = [module]
+    return norms
 
 
 def _files(name: str, revision: str | None, target: PreTrainedModel, wanted: set[str]) -> dict[str, tuple[str, str]]:

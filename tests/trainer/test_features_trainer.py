@@ -1,6 +1,7 @@
 """Training from features on disk: the numbers of training online, and no forward of the target."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,17 @@ from datasets import concatenate_datasets
 from decoding_models import build_draft, build_target
 from draft_trainers import BLOCK, arguments, make_rows, make_trainer, weights
 from dspark_trainers import dspark_draft, dspark_trainer
+from served_rows import (
+    FILES,
+    LAYER_IDS,
+    MASK,
+    SERVED_IDS,
+    TARGET,
+    copy_files,
+    served_draft,
+    served_rows,
+    served_target,
+)
 
 from blockdraft.modeling.target.embedding_and_head import load_embedding_and_head
 from blockdraft.modeling.target.target_features import decoder_layers
@@ -153,3 +165,57 @@ def test_streams_are_refused(tmp_path):
     stream = make_rows().to_iterable_dataset()
     with pytest.raises(ValueError, match="a stream has no last row"):
         make_trainer(tmp_path, stream, cache_features=True, max_steps=9).train()
+
+
+def served_trainer(folder, output_dir, target=None, **settings):
+    """A trainer on features that vLLM wrote, of a target without layers."""
+    target = target or load_embedding_and_head(str(TARGET), dtype=torch.float32)
+    served = {"served_features": str(folder), "served_layer_ids": SERVED_IDS} if folder else {}
+    settings = {"features": str(output_dir / "features"), "cache_features": True} | served | settings
+    rows = served_rows()
+    args = arguments(output_dir, **settings)
+    if settings.get("loss_type") == "dspark":
+        torch.manual_seed(1)
+        draft = dspark_draft(target, target_layer_ids=LAYER_IDS, mask_token_id=MASK)
+        return DSparkTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
+    return DraftTrainer(served_draft(target), target, args, train_dataset=rows, eval_dataset=rows)
+
+
+@pytest.mark.parametrize("loss_type", ["fixed_anchor", "dspark"])
+def test_training_on_what_vllm_wrote_is_training_with_the_target(tmp_path, loss_type):
+    online = served_trainer(None, tmp_path, served_target(), loss_type=loss_type, features=None, cache_features=False)
+    trainer = served_trainer(FILES, tmp_path, loss_type=loss_type)
+    expected = losses(online)
+    assert losses(trainer) == pytest.approx(expected, rel=1e-3)
+    manifest = json.loads((tmp_path / "features" / "manifest.json").read_text())
+    conventions = {"layer_ids": [1, 3, 4], "index": "after_layers", "final_norm": False}
+    assert manifest["served"] == conventions and manifest["rows"] == 4
+    trainer.save_model(str(tmp_path / "draft"))
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["training"]["served_features"] == conventions
+
+
+def test_rows_that_were_not_served_are_an_error_and_added_later(tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"0 of 8 rows .* \(0 files\); 8 have none: rows 0, 1, 2, 3, 0, \.\.\.\.$"):
+        served_trainer(tmp_path / "none", tmp_path).cache_features()
+    folder = copy_files(tmp_path / "served", {1: "1", 2: "2", 3: "3"})
+    with pytest.raises(ValueError, match=r"6 of 8 rows .* 2 have none: rows 0, 0. What is there has been written"):
+        served_trainer(folder, tmp_path).cache_features()
+    shutil.copy(FILES / "0.safetensors", folder)
+    assert len(losses(served_trainer(folder, tmp_path))) == 2
+    files = sorted((tmp_path / "features").glob("*.safetensors"))
+    assert len(files) == 2  # what was there stayed
+
+
+def test_states_of_an_engine_and_of_the_target_do_not_mix(tmp_path):
+    served_trainer(FILES, tmp_path).cache_features()
+    with pytest.raises(ValueError, match="`served_features`: {'layer_ids': .* there, none here"):
+        served_trainer(None, tmp_path, served_target()).cache_features()
+    with pytest.raises(ValueError, match="`served_features`: {.*'after_layers'.*} there, {.*'layer_output'.*} here"):
+        ids = {"served_index": "layer_output", "served_layer_ids": [0, 2, 3]}
+        served_trainer(FILES, tmp_path, **ids).cache_features()
+    with pytest.raises(ValueError, match="`served_features` and `served_layer_ids` belong together"):
+        served_trainer(FILES, tmp_path, served_layer_ids=None)
+    with pytest.raises(ValueError, match="`served_index` is 'input'"):
+        served_trainer(FILES, tmp_path, served_index="input")

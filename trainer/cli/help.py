@@ -31,6 +31,9 @@ TRAINING_GROUPS = {
         bf16 use_cpu loss_chunk_size features cache_features features_dtype activation_checkpointing torch_compile
         train_sampling_strategy dataloader_num_workers ddp_timeout fsdp deepspeed
     """,
+    "Features from a serving engine": """
+        served_features served_layer_ids served_index served_final_norm served_attn_res_stream served_wait
+    """,
     "Evaluation": "eval_strategy eval_steps per_device_eval_batch_size eval_decode_prompts eval_max_new_tokens",
     "Output, checkpoints and logs": """
         output_dir resume_from_checkpoint save_strategy save_steps save_total_limit load_best_model_at_end

@@ -25,6 +25,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 READ_ROWS = 1000  # rows that are looked at together
 DOCUMENT_COLUMNS = ("input_ids", "loss_mask", "row_id", "document_ids", "document_row_ids")
+SERVED = "served"  # in a manifest: which states an engine wrote, and by which conventions
 TARGET_STATES = "target_states"  # of a batch: its `BatchStates`
 REPAIR = "`blockdraft cache-features` with the same settings writes what is missing or damaged, and nothing else"
 # Of a target's record, what must agree where both sides know it.

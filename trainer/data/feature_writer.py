@@ -19,12 +19,11 @@ from transformers.utils import logging
 
 from ...modeling.saving.atomic_save import STAGING, staged_directory
 from .feature_shards import FP8, STATES, Columns, Shard, ShardIndex, columns_read, row_digest, to_fp8, write_shard
-from .feature_store import FORMAT, MANIFEST, all_documents, differences, documents, read_manifest
+from .feature_store import FORMAT, MANIFEST, SERVED, all_documents, differences, documents, read_manifest
 
 logger = logging.get_logger(__name__)
 
 SHARD_BYTES = 2_000_000_000  # of a shard, unless one row is larger; a process holds one of them in memory
-PROBE_TOKENS = 8
 
 # Runs the target on `input_ids` and `attention_mask` `[B, S]`: features and, if it is wanted, its head's input.
 ReadStates = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
@@ -119,6 +118,9 @@ class FeatureWriter:
         found = differences(manifest, self.settings, self.target)
         if manifest["stored_dtype"] != self.dtype:
             found.append(f"`features_dtype`: {manifest['stored_dtype']} there, {self.dtype} here")
+        then, now = manifest.get(SERVED), self.provenance.get(SERVED)
+        if then != now:  # states by an engine and by the target itself do not mix unseen
+            found.append(f"`served_features`: {then or 'none'} there, {now or 'none'} here")
         if found:
             raise ValueError(
                 f"`features`: {self.directory} was written with other settings ({'; '.join(found)}). Choose another "
@@ -164,12 +166,13 @@ class FeatureWriter:
 
     @cached_property
     def _layout(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Width and dtype of the states, by name: as before, or those of a few tokens."""
+        """Width and dtype of the states, by name: as before, or those of the first row."""
         if self._manifest:
             dtypes = self._manifest["dtypes"]
             return {name: (width, getattr(torch, dtypes[name])) for name, width in self._manifest["widths"].items()}
-        document = next(document for rows in self._sets if len(rows) for document in documents(rows[0]))
-        states = self._run([torch.as_tensor(document.input_ids[:PROBE_TOKENS])])
+        read = (document for rows in self._sets for _, _, document in all_documents(rows))
+        document = next(document for document in read if columns_read(document.loss_mask, None).stop)
+        states = self._run([torch.as_tensor(document.input_ids)])
         return {name: (state.shape[-1], state.dtype) for name, state in zip(STATES, states, strict=False)}
 
     def _stored(self, name: str) -> torch.dtype:
