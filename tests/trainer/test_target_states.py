@@ -104,7 +104,7 @@ def test_targets_that_mix_documents_are_refused(tmp_path):
     with pytest.raises(ValueError, match="OPTForCausalLM cannot keep documents apart"):  # positions, but not its mask
         apart(AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **COMMON, **opt, ffn_dim=64)).eval())
     settings = {"mask_token_id": 63, "num_draft_layers": 1, "block_size": BLOCK, "target_layer_ids": [1, 3]}
-    trainer = dspark_trainer(tmp_path, document_rows(), build_target("v41"), settings)
+    trainer = dspark_trainer(tmp_path, document_rows(), build_target("v41"), draft_settings=settings)
     batch = placed_batch(trainer, [pack_rows(trainer.train_dataset, 30)[0]])
     for _ in range(2):
         with pytest.raises(ValueError, match="DeepseekV41ForCausalLM cannot keep documents apart"):

@@ -51,7 +51,7 @@ def test_a_run_that_ended_in_its_last_evaluation_is_finished_by_the_next(config_
     weights = set()
     for more in (["--learning_rate", "0.1"], ["--learning_rate", "0.2", "--overwrite_output_dir"]):
         with monkeypatch.context() as patch:
-            patch.setattr("blockdraft.trainer.evaluation.decoding.evaluate_decoding", interrupt)
+            patch.setattr("blockdraft.trainer.draft_trainer.DraftTrainer.decode", interrupt)
             assert main([*command, *more]) == 130
         capsys.readouterr()
         saved = {"config.json", "model.safetensors", "README.md", "tokenizer.json"}
