@@ -214,6 +214,7 @@ def test_commands_in_readme_and_docs_are_ones_that_there_are():
     assert len(lines) > 15
     for line in lines:
         _, name, *argv = shlex.split(line.replace("examples/", f"{ROOT}/examples/"), comments=True)
-        extra = ["--use_cpu", "true"] if name == "train" else []  # bf16 is refused without a GPU or this
+        # bf16 is refused without a GPU or this.
+        extra = ["--use_cpu", "true"] if name in ("train", "cache-features") else []
         command = import_module(f"blockdraft.trainer.cli.{name.replace('-', '_')}")
         assert SettingsParser(command.SETTINGS.values(), command.POSITIONALS).parse([*argv, *extra])
