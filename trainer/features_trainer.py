@@ -160,4 +160,7 @@ class FeaturesTrainer(EngineTrainer):
         for rows in self._row_sets() if required else ():
             if not isinstance(rows, IterableDataset):  # whose rows are looked for as they come
                 store.check_rows(rows)
-        self.data_collator = StatesCollator(self.data_collator, store, required)
+        collator = self.data_collator
+        if isinstance(collator, StatesCollator):  # of features that were read before
+            collator = collator.collator
+        self.data_collator = StatesCollator(collator, store, required)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STAGING = ".saving-"  # names of folders whose files are not complete begin so
-
 
 @contextmanager
 def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
@@ -19,7 +17,7 @@ def staged_directory(directory: str | os.PathLike) -> Iterator[Path]:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     # Inside `directory`, because a rename is atomic within one file system only.
-    with tempfile.TemporaryDirectory(dir=directory, prefix=STAGING) as staging:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as staging:
         yield Path(staging)
         files = (file.relative_to(staging) for file in Path(staging).rglob("*") if file.is_file())
         files = sorted(files, key=lambda file: (file.name == "config.json", file))

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from ...modeling.saving.atomic_save import STAGING, staged_directory
+from ...modeling.saving.atomic_save import staged_directory
 from .feature_shards import FP8, STATES, Columns, Shard, ShardIndex, columns_read, row_digest, to_fp8, write_shard
 from .feature_store import FORMAT, MANIFEST, SERVED, all_documents, differences, documents, read_manifest
 
@@ -144,7 +144,7 @@ class FeatureWriter:
             for name, error in damaged.items():
                 logger.warning(f"{error}. It is written again.")
                 (self.directory / name).unlink()
-            for left in self.directory.glob(f"{STAGING}*"):  # by a process that was killed
+            for left in self.directory.glob(".saving-*"):  # of `staged_directory`, by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         return [Shard(path) for path in self._shard_files()]
