@@ -11,7 +11,6 @@ vLLM holds a lock on `FILE.lock` (`flock`) until the file is whole. Its files ar
 random suffix, speculators' `hs_ROW.safetensors`, those of `examples/serve_features.py` `ROW.safetensors`.
 """
 
-import fcntl
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,8 +96,7 @@ class ServedLayers:
                     "vLLM's state after DeepSeek V4.1's last layer is the mean of its streams, and the head reads "
                     f"another mix of them: {without}, or without `served_features`."
                 )
-        attn_res = target_config.model_type == "kimi_k3_text" and target_config.attn_res_block_size is not None
-        if attn_res and head_input and not (self.attn_res_stream or self.final_norm):
+        if has_attention_residuals(target_config) and head_input and not (self.attn_res_stream or self.final_norm):
             return (
                 "vLLM's state after Kimi K3's last layer is by default `prefix_sum + mlp`, without the attention "
                 "residuals' mix that the head reads (vllm#50815): the target's predictions would be wrong. Serve with "
@@ -111,7 +109,7 @@ class ServedLayers:
         """What is to be known of features that are used nevertheless."""
         if not self.attn_res_stream:
             return None
-        if target_config.model_type != "kimi_k3_text":
+        if not has_attention_residuals(target_config):
             return "`served_attn_res_stream` is not used: the target is no Kimi K3."
         return (
             "With VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1 the features are the attention residuals' mix and not the "
@@ -123,6 +121,11 @@ class ServedLayers:
         """For a manifest and the draft's configuration."""
         record = {"layer_ids": list(self.layer_ids), "index": self.index, "final_norm": self.final_norm}
         return record | ({"attn_res_stream": True} if self.attn_res_stream else {})
+
+
+def has_attention_residuals(target_config) -> bool:
+    """Whether a target is a Kimi K3 whose layers read a mix of earlier ones."""
+    return target_config.to_dict().get("attn_res_block_size") is not None
 
 
 class ServedFolder:
@@ -206,6 +209,8 @@ def _shape(path: Path, file) -> list[int]:
 def _is_locked(path: Path) -> bool:
     """Whether an engine holds the lock of a file, which it does until the file is whole. Without a lock file (vLLM's
     `use_synchronization_lock` off, or moved files) nobody holds it."""
+    import fcntl  # which Windows lacks, as it lacks vLLM
+
     try:
         with open(f"{path}{LOCK}", "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

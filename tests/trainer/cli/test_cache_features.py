@@ -34,3 +34,17 @@ def test_train_reads_what_it_wrote(config_file, target_dir, tmp_path, capsys):
 def test_a_folder_must_be_named(config_file, capsys):
     assert main(["cache-features", str(config_file)]) == 2
     assert "`features` is missing" in capsys.readouterr().err
+
+
+def test_with_an_engines_files_the_target_is_not_loaded(config_file, draft_type, tmp_path, capsys, monkeypatch):
+    """What V4.1's draft reads is not in them."""
+    monkeypatch.setattr("blockdraft.trainer.loading.load_decoded", None)  # which loads layers
+    (tmp_path / "served").mkdir()
+    settings = [str(config_file), "--features", str(tmp_path / "features"), "--output_dir", str(tmp_path / "draft")]
+    served = ["--served_features", str(tmp_path / "served"), "--served_layer_ids", "2", "4"]
+    assert main(["cache-features", *settings, *served]) == 2
+    err = capsys.readouterr().err
+    if draft_type == "dspark":
+        assert "`target_layer_ids` has [1], layers with an Engram" in err
+    else:
+        assert "0 of 8 rows have states in" in err and "8 have none: rows " in err
