@@ -13,6 +13,7 @@ from .rendering import (
     id_list,
     render,
     rendered_ids,
+    special_ids,
     stop_tokens,
     template_settings,
     text_ids,
@@ -198,7 +199,7 @@ def _encode_spans(text: str, spans: list[Span], tokenizer) -> tuple[list[int], l
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         starts = [start for start, _ in offsets]
         edges = [(bisect_left(starts, begin), bisect_left(starts, end)) for begin, end in spans]
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        special = special_ids(tokenizer)
         for (first, _), (begin, _) in zip(edges, spans, strict=True):
             # Text is split at special tokens first: it is enough to encode what follows the last of them.
             apart = next((i + 1 for i in range(first - 1, -1, -1) if ids[i] in special), 0)

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import takewhile
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ def template_settings(row: dict, tokenizer: PreTrainedTokenizerBase, template_kw
     """What the template gets beside a row's messages: its tools, and `template_kwargs` under the row's own
     `chat_template_kwargs`."""
     own = row_template_kwargs(row)
-    call = inspect.signature(tokenizer.apply_chat_template).parameters
+    call = inspect.signature(tokenizer.apply_chat_template).parameters if own else {}
     if taken := sorted(own.keys() & call.keys()):
         raise ValueError(f"chat_template_kwargs: {', '.join(taken)}: not for the template, but for who calls it")
     return {"tools": row_tools(row), **(template_kwargs or {}), **own}
@@ -240,6 +241,16 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The special tokens, at which text is split before anything else is encoded."""
+    return _special_ids(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=1)  # some tokenizers have thousands, which takes longer to read than a row to encode
+def _special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+
+
 def id_list(row: dict, name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """A row's field of token ids; raises a `ValueError` naming it if they are not the tokenizer's."""
     ids, size = row.get(name), len(tokenizer)
@@ -285,5 +296,5 @@ def _template_stop(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     pairs = zip(*(rendered_ids(tokenizer, tail) for tail in tails), strict=False)
     common = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    added = tokenizer.added_tokens_decoder
-    return next((token for token in reversed(common) if token in added and added[token].special), None)
+    special = special_ids(tokenizer)
+    return next((token for token in reversed(common) if token in special), None)
