@@ -130,8 +130,7 @@ class DraftTrainer(SkippingTrainer):
         for fault in transform_faults(self.target, self.draft_config) if has_layers(target) else ():
             logger.warning(fault)
         check_head(self.target, self.draft, self.args.device)
-        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        check_row_lengths(self.target, [self.train_dataset, *sets])
+        check_row_lengths(self.target, [self.train_dataset, *self.evaluation_sets])
 
         if self.draft_config.slot_layout != self.slot_layout:
             raise ValueError(

@@ -36,6 +36,10 @@ class FeaturesTrainer(EngineTrainer):
     def features_directory(self) -> Path:
         return Path(self.args.features or Path(self.args.output_dir, "features"))
 
+    @property
+    def _states_settings(self) -> dict:
+        return states_settings(self.draft_config, self.needs_head_input)
+
     @cached_property
     def _target_states(self) -> TargetStates:
         return TargetStates(self.target, self.draft_config, self.args.device)
@@ -110,7 +114,7 @@ class FeaturesTrainer(EngineTrainer):
                 raise ValueError(f"{lacking}.")
         FeatureWriter(
             self.features_directory,
-            states_settings(self.draft_config, self.needs_head_input),
+            self._states_settings,
             self.draft_config.target,
             read,
             self.accelerator,
@@ -136,7 +140,7 @@ class FeaturesTrainer(EngineTrainer):
 
     def _served_rows(self, served: ServedFeatures, sets: list[Dataset]) -> tuple[list[Dataset], str | None]:
         """The rows that have been served, the same on all ranks, and what to say of the others."""
-        window, found = states_settings(self.draft_config, self.needs_head_input)["context_window"], [None, None]
+        window, found = self._states_settings["context_window"], [None, None]
         if self.accelerator.is_main_process:
             rows = served.wait_for(sets, self.args.served_wait, window)
             print(rows.message, flush=True)
@@ -145,14 +149,13 @@ class FeaturesTrainer(EngineTrainer):
         return [rows.select(numbers) for rows, numbers in zip(sets, kept, strict=True)], lacking
 
     def _row_sets(self) -> list:
-        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        return [rows for rows in (self.train_dataset, *evaluated) if rows is not None]
+        return [rows for rows in (self.train_dataset, *self.evaluation_sets) if rows is not None]
 
     def read_features(self) -> None:
         """From now on, batches come with the target's states in `features_directory`. Raises a `ValueError` if these
         are another target's or other layers', with the differences, or if rows lack them that no target can run."""
         store = FeatureStore(self.features_directory)
-        store.check(states_settings(self.draft_config, self.needs_head_input), self.draft_config.target)
+        store.check(self._states_settings, self.draft_config.target)
         self.draft_config.target = store.manifest["target"]  # of the whole target, with its weights
         if SERVED in store.manifest:
             self._data_settings |= {"served_features": store.manifest[SERVED]}

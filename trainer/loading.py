@@ -43,18 +43,16 @@ def load_target(
     layers: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target in evaluation mode, on a GPU where there is one, and its tokenizer; without `layers` only what
-    [`load_embedding_and_head`] loads. Raises a `ValueError` for a local
-    path that does not exist, or weights that nothing decodes, an `OSError` for what the Hub does not have."""
+    [`load_embedding_and_head`] loads. Raises a `ValueError` for a local path that does not exist, or weights that
+    nothing decodes, an `OSError` for what the Hub does not have."""
     check_path("target", name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    known_by = auto_class(name, **where)
     if not layers:
-        known_by = auto_class(name, **where)
-        return load_embedding_and_head(
-            name, dtype=dtype, device=default_device(), auto_class=known_by, **where
-        ), tokenizer
-    load = auto_class(name, **where).from_pretrained
-    target = load_decoded(load, name, dtype=dtype, device_map=device_map, **where).eval()
+        settings = {"dtype": dtype, "device": default_device(), "auto_class": known_by}
+        return load_embedding_and_head(name, **settings, **where), tokenizer
+    target = load_decoded(known_by.from_pretrained, name, dtype=dtype, device_map=device_map, **where).eval()
     return (target if device_map else target.to(default_device())), tokenizer
 
 

@@ -82,6 +82,12 @@ class SavingTrainer(Trainer):
         for the card that is saved with them."""
         self._decoded = (self._state_of_weights().global_step, headlines)
 
+    @property
+    def evaluation_sets(self) -> list:
+        """The sets of evaluation rows, named or not; empty if there is none."""
+        rows = self.eval_dataset
+        return list(rows.values()) if isinstance(rows, dict) else [] if rows is None else [rows]
+
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):

@@ -110,3 +110,8 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weight_scale(maximum: Tensor, largest_code: float) -> Tensor:
     return next_power_of_two(maximum.clamp(min=largest_code * SMALLEST_NORMAL) / largest_code)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings and records say it: "float32", not "torch.float32"."""
+    return str(dtype).removeprefix("torch.")

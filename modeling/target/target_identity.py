@@ -12,6 +12,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
+from ..ops.number_formats import dtype_name
+
 # Case, contractions, digits, quotes, runs of white space, accents in both forms, ligatures, other scripts.
 PROBE = (
     "It's 3,141 or 2.718: I'D say \u201cyes\u201d.\n\n  def f(x):\n\treturn x ** 2\r\n"
@@ -104,7 +106,7 @@ def target_record(target, tokenizer: PreTrainedTokenizerBase | None, revision: s
         "model_type": text_config.model_type,
         "hidden_size": text_config.hidden_size,
         "num_hidden_layers": text_config.num_hidden_layers,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "embedding_rows": len(rows),
         "embedding_sha256": digest,
         "weights_sha256": weights_fingerprint(target),

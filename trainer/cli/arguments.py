@@ -193,3 +193,7 @@ class DataArguments:
             raise ValueError(
                 f"`eval_fraction` is {self.eval_fraction}: it must lie between 0 and 1, or give `eval_data`."
             )
+
+
+# By heading, what a trainer is made of, beside the settings of the training.
+TRAINER = {"Target": TargetArguments, "Draft": DraftArguments, "Adapter": LoraArguments, "Data": DataArguments}

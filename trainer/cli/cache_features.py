@@ -3,18 +3,12 @@
 from typing import TYPE_CHECKING
 
 from ..training_settings import TrainingSettings
-from .arguments import DataArguments, DraftArguments, LoraArguments, TargetArguments
+from .arguments import TRAINER, DataArguments, DraftArguments, LoraArguments, TargetArguments
 
 if TYPE_CHECKING:
     from ..training_args import DraftTrainingArguments
 
-SETTINGS = {
-    "Target": TargetArguments,
-    "Draft": DraftArguments,
-    "Adapter": LoraArguments,
-    "Data": DataArguments,
-    "Training": TrainingSettings,
-}
+SETTINGS = TRAINER | {"Training": TrainingSettings}
 POSITIONALS = ()
 
 

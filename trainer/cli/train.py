@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..training_settings import TrainingSettings, setting
-from .arguments import DataArguments, DraftArguments, LoraArguments, TargetArguments
+from .arguments import TRAINER, DataArguments, DraftArguments, LoraArguments, TargetArguments
 from .launch import ProcessArguments
 
 if TYPE_CHECKING:
@@ -19,15 +19,7 @@ class RunArguments:
     overwrite_output_dir: bool = setting("Start anew: deletes the checkpoints in output_dir.", default=False)
 
 
-SETTINGS = {
-    "Target": TargetArguments,
-    "Draft": DraftArguments,
-    "Adapter": LoraArguments,
-    "Data": DataArguments,
-    "Earlier run": RunArguments,
-    "Processes": ProcessArguments,
-    "Training": TrainingSettings,
-}
+SETTINGS = TRAINER | {"Earlier run": RunArguments, "Processes": ProcessArguments, "Training": TrainingSettings}
 POSITIONALS = ()
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ...modeling.ops.number_formats import dtype_name
 from ...modeling.saving.atomic_save import staged_directory
 from .feature_shards import FP8, STATES, Columns, Shard, ShardIndex, columns_read, row_digest, to_fp8, write_shard
 from .feature_store import FORMAT, MANIFEST, SERVED, all_documents, differences, documents, read_manifest
@@ -82,8 +83,9 @@ class FeatureWriter:
         listed = [entry["checksum"] for entry in self._manifest["shards"]] if self._manifest else []
         if not rows and self._manifest and self._manifest["complete"] and listed == [shard.checksum for shard in good]:
             return
-        parts = list(self._parts(rows))
-        self._announce(rows, len(parts), good)
+        sizes = [self._bytes(row) for row in rows]
+        parts = list(self._parts(rows, sizes))
+        self._announce(rows, sum(sizes), len(parts), good)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process and parts:
             self._write_manifest(good, complete=False)
@@ -185,23 +187,22 @@ class FeatureWriter:
         scale = 4 if self.dtype != "auto" and self._stored("features") == FP8 else 0
         return sum(counts[name] * (size + scale) for name, size in sizes.items())
 
-    def _parts(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """The rows of each shard, in their order; enough shards for all processes."""
-        most = min(SHARD_BYTES, math.ceil(sum(map(self._bytes, rows)) / self.accelerator.num_processes))
+    def _parts(self, rows: list[_Row], sizes: list[int]) -> Iterator[list[_Row]]:
+        """The rows of each shard, in their order, by their bytes; enough shards for all processes."""
+        most = min(SHARD_BYTES, math.ceil(sum(sizes) / self.accelerator.num_processes))
         part, size = [], 0
-        for row in rows:
-            if part and size + self._bytes(row) > most:
+        for row, row_size in zip(rows, sizes, strict=True):
+            if part and size + row_size > most:
                 yield part
                 part, size = [], 0
             part.append(row)
-            size += self._bytes(row)
+            size += row_size
         if part:
             yield part
 
-    def _announce(self, rows: list[_Row], shards: int, good: list[Shard]) -> None:
+    def _announce(self, rows: list[_Row], size: int, shards: int, good: list[Shard]) -> None:
         """Says what will be written before a byte is. Raises a `ValueError` if there is no room for it."""
-        size, free = sum(map(self._bytes, rows)), shutil.disk_usage(self.directory).free
-        there = sum(map(len, good))
+        free, there = shutil.disk_usage(self.directory).free, sum(map(len, good))
         if self.accelerator.is_main_process:
             print(
                 f"features: {size / 1e9:.3g} GB to write ({len(rows)} rows, {sum(row.length for row in rows)} tokens, "
@@ -265,7 +266,7 @@ class FeatureWriter:
         manifest |= {
             "stored_dtype": self.dtype,
             "widths": {name: width for name, (width, _) in self._layout.items()},
-            "dtypes": {name: str(dtype).removeprefix("torch.") for name, (_, dtype) in self._layout.items()},
+            "dtypes": {name: dtype_name(dtype) for name, (_, dtype) in self._layout.items()},
             "rows": sum(map(len, shards)),
             "positions": sum(shard.positions for shard in shards),
             "bytes": sum(shard.path.stat().st_size for shard in shards),

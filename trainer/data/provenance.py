@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...hub_cards.rules import is_repo_id
+from ...modeling.ops.number_formats import dtype_name
 from ...modeling.target.target_identity import is_other_revision, weights_fingerprint
 
 logger = logging.get_logger(__name__)
@@ -62,7 +63,7 @@ def author(
     same_name = name == here or (folders and os.path.samefile(name, here))
     # A card is published, its author's folders are not.
     shown = (name if is_repo_id(name) and not os.path.isdir(name) else Path(name).name) or "an unnamed model"
-    same_dtype = settings.get("dtype") == str(target.dtype).removeprefix("torch.")  # a cast changes weights
+    same_dtype = settings.get("dtype") == dtype_name(target.dtype)  # a cast changes weights
     recorded = settings.get("weights_sha256") if same_dtype else None
     weights = recorded and weights_fingerprint(target)
     if weights:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...modeling.ops.number_formats import dtype_name
 from ...modeling.saving.atomic_save import staged_directory
 from ...modeling.target.positions import check_length, has_position_table, position_limit
 from ...modeling.target.target_identity import weights_fingerprint
@@ -84,56 +85,26 @@ def regenerate(
             made with other settings, from other prompts, or is being written, if the generation settings are not one
             plain sequence a prompt, or if the target has no positions for such prompts and answers.
     """
+    output_path = Path(output_path)
     with one_process(output_path):
-        return _regenerate(
-            target,
-            tokenizer,
-            source,
-            Path(output_path),
-            max_new_tokens,
-            generation_config,
-            batch_size,
-            max_prompt_length,
-            template_kwargs,
-            seed,
-            target_revision,
-        )
+        max_prompt_length = _longest_prompt(target, max_new_tokens, max_prompt_length)
+        config = _resolve(generation_config, target, tokenizer, max_new_tokens)
+        _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed, target_revision))
+        done = _recover(output_path)
+        report = RegenerateReport(resumed=len(done))
+        torch.manual_seed(seed + len(done))
+        target.eval()
 
-
-def _regenerate(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    source: Source,
-    output_path: Path,
-    max_new_tokens: int,
-    generation_config: GenerationConfig | None,
-    batch_size: int,
-    max_prompt_length: int | None,
-    template_kwargs: dict | None,
-    seed: int,
-    target_revision: str | None,
-) -> RegenerateReport:
-    max_prompt_length = _longest_prompt(target, max_new_tokens, max_prompt_length)
-    config = _resolve(generation_config, target, tokenizer, max_new_tokens)
-    _check_provenance(output_path, _settings(target, tokenizer, config, template_kwargs, seed, target_revision))
-    done = _recover(output_path)
-    report = RegenerateReport(resumed=len(done))
-    torch.manual_seed(seed + len(done))
-    target.eval()
-
-    opened = open_rows(source)
-    if done:
-        _check_answered(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, output_path)
-    prompts = _pending(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, report)
-    rows = sum(len(dataset) for _, dataset in opened)
-    with (
-        output_path.open("a", encoding="utf-8") as output,
-        tqdm(total=rows, initial=len(done), desc="Regenerating", unit="row") as progress,
-    ):
-        while window := list(islice(prompts, batch_size * BATCHES_A_WINDOW)):
-            window.sort(key=lambda prompt: len(prompt.ids), reverse=True)
-            for start in range(0, len(window), batch_size):
-                batch = window[start : start + batch_size]
+        opened = open_rows(source)
+        if done:
+            _check_answered(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, output_path)
+        prompts = _pending(opened, tokenizer, template_kwargs or {}, done, max_prompt_length, report)
+        rows = sum(len(dataset) for _, dataset in opened)
+        with (
+            output_path.open("a", encoding="utf-8") as output,
+            tqdm(total=rows, initial=len(done), desc="Regenerating", unit="row") as progress,
+        ):
+            for batch in _batches(prompts, batch_size):
                 for prompt, completion in zip(batch, _complete(target, batch, config), strict=True):
                     stopped = completion[-1] in config.eos_token_id
                     row = _answered(prompt, completion, stopped, tokenizer)
@@ -143,7 +114,15 @@ def _regenerate(
                     report.completion_tokens += len(completion)
                 output.flush()
                 progress.update(len(batch))
-    return report
+        return report
+
+
+def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
+    """Batches of prompts of about one length, the longest first among those of a window."""
+    while window := list(islice(prompts, size * BATCHES_A_WINDOW)):
+        window.sort(key=lambda prompt: len(prompt.ids), reverse=True)
+        for start in range(0, len(window), size):
+            yield window[start : start + size]
 
 
 def _longest_prompt(target: PreTrainedModel, max_new_tokens: int, max_prompt_length: int | None) -> int | None:
@@ -189,7 +168,7 @@ def _settings(
         "target": target.config.name_or_path,
         "revision": revision,
         "weights_sha256": weights_fingerprint(target),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "tokenizer": tokenizer.name_or_path,
         "chat_template_sha256": chat_template_digest(tokenizer),
         "template_kwargs": template_kwargs or {},

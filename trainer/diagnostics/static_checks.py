@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...hub_cards.serving import has_released_layout, masked_slots_are_alike
 from ...modeling.deepseek_v41.engine_fit import ENGINES, engine_misfits
+from ...modeling.ops.number_formats import dtype_name
 from ...modeling.target.mask_tokens import propose_mask_token_ids
 from ...modeling.target.pairing import Mismatch, compared_weights
 from ...modeling.target.target_features import capture_features, decoder_layers
@@ -117,7 +118,7 @@ def _heads(config: PreTrainedConfig, target: PreTrainedModel) -> Finding:
 
 def _dtype(config: PreTrainedConfig, record: dict, draft: PreTrainedModel) -> Finding:
     trained, now, quantised = config.target or {}, record["dtype"], record["quantization"]
-    dtype = str(draft.dtype).removeprefix("torch.")
+    dtype = dtype_name(draft.dtype)
     formats = f"target and features {now}{f' ({quantised})' if quantised else ''}, draft {dtype}"
     if trained and quantised != (then := trained.get("quantization")):
         found = f"{formats}; quantisation of the target in training: {then or 'none'}"

@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from ...hub_cards.card import CARD, rewrite_card
 from ...modeling.decoding.block_decoding import block_decode
+from ...modeling.ops.number_formats import dtype_name
 from ...modeling.saving.atomic_save import staged_directory
 from ..adapters import is_adapter, update_record
 from .calibration_report import BINS, INTERVAL, CalibrationReport, Reliability, ReliabilityBins
@@ -340,7 +341,7 @@ def calibrate(
         accepted=(test.accepted.sum(0) / labelled).tolist(),
         max_new_tokens=max_new_tokens,
         do_sample=answer_settings(target, generation_config, max_new_tokens).do_sample,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
     )
 
 

@@ -24,6 +24,7 @@ from ...modeling.decoding.block_decoding import block_decode
 from ...modeling.decoding.confidence_schedule import ConfidenceThreshold
 from ...modeling.decoding.cost_table import CostTable, measure_cost_table
 from ...modeling.decoding.plain_decoding import plain_decode
+from ...modeling.ops.number_formats import dtype_name
 from ..data.loss_mask import supervised_runs
 from ..ranks import on_all_ranks
 from .decoding_report import GREEDY, OFF, TEMPERATURE_1, Answer, DecodingReport
@@ -337,8 +338,8 @@ def _evaluate(
     device = target.device
     settings = {
         "max_new_tokens": max_new_tokens,
-        "dtype": _name(target.dtype),
-        "draft_dtype": _name(main_dtype(draft)),
+        "dtype": dtype_name(target.dtype),
+        "draft_dtype": dtype_name(main_dtype(draft)),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "tie_gap": KIMI_K3_TIE_GAP if target.config.model_type.startswith("kimi_k3") else TIE_GAP,
@@ -351,10 +352,6 @@ def _evaluate(
             drafted = draft.config.num_drafted
         reports.append(DecodingReport(way.block_size, drafted, way.schedule_name, **settings, answers=[*column]))
     return reports
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _decoding(config: GenerationConfig, defaults: GenerationConfig) -> str:

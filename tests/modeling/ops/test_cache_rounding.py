@@ -2,14 +2,10 @@ import pytest
 import torch
 
 from blockdraft.modeling.ops.cache_rounding import next_power_of_two, round_to_fp8
-from blockdraft.modeling.ops.number_formats import round_to_mxfp4, round_to_nvfp4
+from blockdraft.modeling.ops.number_formats import dtype_name, round_to_mxfp4, round_to_nvfp4
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMATS = {"fp8": round_to_fp8, "mxfp4": round_to_mxfp4, "nvfp4": round_to_nvfp4}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -18,7 +14,7 @@ def test_cache_rounding_equals_the_reference(golden, cache_format, dtype):
     golden = golden("v41_quantize_cache")
     for case in ("x", "edge", "groups"):
         actual = FORMATS[cache_format](golden[f"in.{case}"].to(dtype))
-        expected = golden[f"out.{case}.{cache_format}.{name_of(dtype)}"]
+        expected = golden[f"out.{case}.{cache_format}.{dtype_name(dtype)}"]
         assert actual.dtype == dtype
         assert torch.equal(actual, expected) and torch.equal(actual.signbit(), expected.signbit()), case
 
@@ -27,7 +23,7 @@ def test_cache_rounding_equals_the_reference(golden, cache_format, dtype):
 def test_fp8_groups_have_32_channels(golden, dtype):
     golden = golden("v41_quantize_cache")
     rounded = round_to_fp8(golden["in.wide"].to(dtype)).float()
-    assert torch.equal(rounded / golden["in.wide_magnitude"], golden[f"out.wide_rel.fp8.{name_of(dtype)}"])
+    assert torch.equal(rounded / golden["in.wide_magnitude"], golden[f"out.wide_rel.fp8.{dtype_name(dtype)}"])
 
 
 @pytest.mark.parametrize("cache_format", FORMATS)

@@ -6,6 +6,7 @@ from blockdraft.modeling.ops.number_formats import (
     dequantize_fp4,
     dequantize_fp8_block,
     dequantize_fp8_rows,
+    dtype_name,
     quantize_fp4,
     quantize_fp8_block,
     round_to_fp4,
@@ -13,10 +14,6 @@ from blockdraft.modeling.ops.number_formats import (
 
 DTYPES = [torch.float32, torch.bfloat16]
 DEQUANTIZERS = {"fp8_block": dequantize_fp8_block, "fp8_rowwise": dequantize_fp8_rows}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def decoded(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -40,7 +37,7 @@ def test_fp8_weights_equal_the_reference(golden, case, dtype):
     weight = golden[f"in.{case}.weight_u8"].view(torch.float8_e4m3fn)
     scale = golden[f"in.{case}.scale_u8"].view(torch.float8_e8m0fnu)
     actual = DEQUANTIZERS[case](weight, scale, dtype)
-    assert actual.dtype == dtype and torch.equal(actual, golden[f"out.{case}.{name_of(dtype)}"])
+    assert actual.dtype == dtype and torch.equal(actual, golden[f"out.{case}.{dtype_name(dtype)}"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,7 +46,7 @@ def test_fp4_weights_equal_the_reference(golden, case, code_type, dtype):
     golden = golden("dequantize_weight")
     scale = golden[f"in.{case}.scale_u8"].view(torch.float8_e8m0fnu)
     actual = dequantize_fp4(golden[f"in.{case}.weight_u8"].view(code_type), scale, dtype)
-    assert actual.dtype == dtype and torch.equal(actual, golden[f"out.{case}.{name_of(dtype)}"])
+    assert actual.dtype == dtype and torch.equal(actual, golden[f"out.{case}.{dtype_name(dtype)}"])
 
 
 def test_fp4_covers_every_code_and_scale():
