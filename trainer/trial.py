@@ -5,13 +5,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy, has_length
 from transformers.utils import logging
 
-from .evaluation.decoding import WARM_UP_TOKENS, evaluate_decoding
+from ..modeling.decoding.block_decoding import block_decode
+from .evaluation.decoding import WARM_UP_TOKENS, answer_settings, decode_prompt, eval_mode
 from .ranks import on_all_ranks
 
 logger = logging.get_logger(__name__)
@@ -42,18 +44,19 @@ def try_ending(trainer: Trainer) -> None:
 
 def _try_decoding(trainer: Trainer) -> None:
     """Decodes a few tokens of a prompt of each evaluation set."""
-    args, sets = trainer.args, trainer.eval_dataset
-    if not args.eval_decode_prompts or sets is None:
+    args, sets = trainer.args, trainer.evaluation_sets
+    if not args.eval_decode_prompts or not sets:
         return
     note = (
         "Nothing was trained: evaluation decodes held-out prompts, which was tried before the first step. "
         "`--eval_decode_prompts 0` trains without it."
     )
-    settings = {"compare_with_plain": False, "disable_tqdm": True}
-    settings |= {"max_new_tokens": min(WARM_UP_TOKENS, args.eval_max_new_tokens)}
-    with noted(note), trainer.served_draft() as draft:
-        for rows in sets.values() if isinstance(sets, dict) else [sets]:
-            evaluate_decoding(trainer.target, draft, trainer.decoding_prompts(rows)[:1], **settings)
+    target = trainer.target
+    settings = answer_settings(target, None, min(WARM_UP_TOKENS, args.eval_max_new_tokens))
+    with noted(note), trainer.served_draft() as draft, eval_mode(target, draft):
+        decode = partial(target.generate, custom_generate=block_decode, draft=draft)
+        for rows in sets:
+            decode_prompt(target, decode, trainer.decoding_prompts(rows)[0], settings)
 
 
 def _try_saving(trainer: Trainer) -> None:
