@@ -25,6 +25,7 @@ from .data.dataset import DraftCollator, check_rows
 from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much
 from .evaluation.decoding_report import DecodingReport
 from .objectives.dflash import BlockLoss, dflash_loss
+from .sharding import check_whole
 from .skipping_trainer import SkippingTrainer
 from .target_states import check_row_lengths
 from .training_args import DraftTrainingArguments
@@ -104,6 +105,7 @@ class DraftTrainer(SkippingTrainer):
             model = adapt(model, peft_config)
         elif isinstance(model, PeftModel):
             check_adapter(model)
+        check_whole(target=target, draft=model)
         check_pair(target, base_draft(model), kwargs.get("processing_class"))
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = DraftCollator(pad_token_id=target.config.get_text_config().pad_token_id or 0)
