@@ -44,6 +44,31 @@ def check_whole(**models: nn.Module) -> None:
             )
 
 
+def check_placement(target: PreTrainedModel, ranks: int, ranks_here: int) -> None:
+    """
+    Raises a `ValueError` for a target that several processes cannot run on rows of their own.
+
+    Args:
+        target: where it was put when it was loaded.
+        ranks, ranks_here: processes of the training, and how many of them are on this machine.
+    """
+    ways_out = (
+        "Give each process the whole target, one process with `device_map` all GPUs of its machine, or train on "
+        "features from disk (`blockdraft cache-features`)."
+    )
+    if ranks > 1 and target.is_distributed_loading_by_transformers:
+        raise ValueError(
+            f"The target is shared out over ranks (`distributed_config`, `tp_plan`), which then have to run it on the "
+            f"same rows, but the {ranks} processes of a training have different ones. {ways_out}"
+        )
+    devices = {str(device) for device in (getattr(target, "hf_device_map", None) or {}).values()}
+    if ranks_here > 1 and len(devices) > 1:
+        raise ValueError(
+            f"`device_map` has put the target on {', '.join(sorted(devices))}, where the other {ranks_here - 1} "
+            f"processes of this machine put theirs. {ways_out}"
+        )
+
+
 @contextmanager
 def apart_from_zero3() -> Iterator[None]:
     """While the context is open, transformers loads models whole, also for a training with ZeRO-3."""
