@@ -1,6 +1,7 @@
 """The Trainer of block-parallel drafts: frozen target, random anchors, block loss, real decoding as evaluation."""
 
 import math
+import os
 from collections.abc import Mapping
 from functools import partial
 
@@ -25,6 +26,7 @@ from .data.dataset import DraftCollator, check_rows
 from .evaluation.decoding import evaluate_decoding, held_out_prompts, promises_too_much
 from .evaluation.decoding_report import DecodingReport
 from .objectives.dflash import BlockLoss, dflash_loss
+from .sharding import check_placement, check_whole
 from .skipping_trainer import SkippingTrainer
 from .target_states import check_row_lengths
 from .training_args import DraftTrainingArguments
@@ -104,6 +106,8 @@ class DraftTrainer(SkippingTrainer):
             model = adapt(model, peft_config)
         elif isinstance(model, PeftModel):
             check_adapter(model)
+        check_whole(target=target, draft=model)
+        check_placement(target, args.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         check_pair(target, base_draft(model), kwargs.get("processing_class"))
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = DraftCollator(pad_token_id=target.config.get_text_config().pad_token_id or 0)
@@ -345,10 +349,10 @@ class DraftTrainer(SkippingTrainer):
     def decode(self, rows, **settings) -> DecodingReport:
         """
         Decodes `args.eval_decode_prompts` prompts of evaluation rows with the draft as it will be served. All ranks
-        have to come here: they share out the prompts, or decode all of them together where they share out the target,
-        and each gets the whole report. `settings` are those of [`evaluate_decoding`].
+        have to come here: they share out the prompts, and each gets the whole report. `settings` are those of
+        [`evaluate_decoding`].
         """
-        settings = {"max_new_tokens": self.args.eval_max_new_tokens, "over_ranks": not self.target_sharded} | settings
+        settings = {"max_new_tokens": self.args.eval_max_new_tokens, "over_ranks": True} | settings
         with self.served_draft() as draft:
             return evaluate_decoding(self.target, draft, self.decoding_prompts(rows), **settings)
 

@@ -43,11 +43,6 @@ class EngineTrainer(SavingTrainer):
         return self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.is_distributed_loading_by_transformers
 
     @property
-    def target_sharded(self) -> bool:
-        """Whether weights of the target are shared out over the ranks, which run it together."""
-        return self.target.is_distributed_loading_by_transformers
-
-    @property
     def takes_muon(self) -> bool:
         """Whether weight matrices are trained with Muon, which needs them one by one."""
         if self._given_optimizer or self.adapter is not None or self.is_deepspeed_enabled:
@@ -82,7 +77,7 @@ class EngineTrainer(SavingTrainer):
     def waited_for(self, loader: DataLoader) -> int:
         """In how many batches more than this rank has it has to take part, since others wait for its part of the
         weights in every forward. Of a stream all ranks have as many."""
-        if not (self.sharded or self.target_sharded) or not has_length(loader):
+        if not self.sharded or not has_length(loader):
             return 0
         batches = self.accelerator.gather(torch.tensor([len(loader)], device=self.args.device))
         return int(batches.max()) - len(loader)

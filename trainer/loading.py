@@ -28,12 +28,14 @@ from ..modeling.target.pairing import check_is_draft
 from .adapters import is_adapter, load_merged
 from .draft_trainer import DraftTrainer
 from .dspark_trainer import DSparkTrainer
+from .sharding import apart_from_zero3
 
 logger = logging.get_logger(__name__)
 
 TRAINERS = {DFLASH: DraftTrainer, DSPARK: DSparkTrainer}
 
 
+@apart_from_zero3()
 def load_target(
     name: str,
     revision: str | None = None,
@@ -67,6 +69,7 @@ def auto_class(name: str, **where) -> type:
     return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
 
 
+@apart_from_zero3()
 def load_draft(
     name: str, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedModel:

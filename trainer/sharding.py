@@ -1,6 +1,8 @@
 """A draft whose weights FSDP2 or DeepSpeed ZeRO-3 share out over the ranks: what is sharded apart, and the whole."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.integrations import deepspeed
 
 
 def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
@@ -27,6 +30,54 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
             f"`fsdp_state_dict_type` is {plugin.state_dict_type.name}, with which no draft is saved that can be "
             "loaded: set FULL_STATE_DICT. A draft is small beside its target."
         )
+
+
+def check_whole(**models: nn.Module) -> None:
+    """Raises a `ValueError` for a model that transformers has shared out by ZeRO-3 while it was loaded: outside of an
+    engine nothing brings its weights back."""
+    for name, model in models.items():
+        if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+            raise ValueError(
+                f"The {name}'s weights were shared out by ZeRO-3 as they were loaded. Load it before the training "
+                "arguments are made, which switch that on for whatever is loaded after them, or with "
+                f"`blockdraft.trainer.loading.load_{name}`."
+            )
+
+
+def check_placement(target: PreTrainedModel, ranks: int, ranks_here: int) -> None:
+    """
+    Raises a `ValueError` for a target that several processes cannot run on rows of their own.
+
+    Args:
+        target: where it was put when it was loaded.
+        ranks, ranks_here: processes of the training, and how many of them are on this machine.
+    """
+    ways_out = (
+        "Give each process the whole target, one process with `device_map` all GPUs of its machine, or train on "
+        "features from disk (`blockdraft cache-features`)."
+    )
+    if ranks > 1 and target.is_distributed_loading_by_transformers:
+        raise ValueError(
+            f"The target is shared out over ranks (`distributed_config`, `tp_plan`), which then have to run it on the "
+            f"same rows, but the {ranks} processes of a training have different ones. {ways_out}"
+        )
+    devices = {str(device) for device in (getattr(target, "hf_device_map", None) or {}).values()}
+    if ranks_here > 1 and len(devices) > 1:
+        raise ValueError(
+            f"`device_map` has put the target on {', '.join(sorted(devices))}, where the other {ranks_here - 1} "
+            f"processes of this machine put theirs. {ways_out}"
+        )
+
+
+@contextmanager
+def apart_from_zero3() -> Iterator[None]:
+    """While the context is open, transformers loads models whole, also for a training with ZeRO-3."""
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def keep_precision(plugin: FullyShardedDataParallelPlugin) -> None:
@@ -93,7 +144,7 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.detach().full_tensor()
     if hasattr(tensor, "ds_id"):  # ZeRO-3
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters(tensor):
             return tensor.detach().clone()

@@ -59,8 +59,8 @@ def shard_on_cpus(args: DraftTrainingArguments) -> None:
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def make_trainer(output_dir, rows=None, target_name="k3", draft=None, **settings) -> DraftTrainer:
-    target = build_target(target_name)
+def make_trainer(output_dir, rows=None, target_name="k3", target=None, draft=None, **settings) -> DraftTrainer:
+    target = target or build_target(target_name)
     torch.manual_seed(1)
     draft = draft or build_draft(target, block_size=BLOCK)
     rows = rows or make_rows()

@@ -32,16 +32,18 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
-        self.seen.append({name: whole(parameter.grad) for name, parameter in named.items()})
+        if not args.deepspeed:  # which keeps them to itself
+            self.seen.append({name: whole(parameter.grad) for name, parameter in named.items()})
 
 
 def whole_weights(trainer: DraftTrainer) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor) for name, tensor in trainer.draft.state_dict().items()}
+    return {name: whole(tensor) for name, tensor in trainer.draft.state_dict(keep_vars=True).items()}
 
 
-def five_steps(family: str, output_dir, **settings) -> dict:
-    """`gradients` of five steps, and the `weights` after them. Without the rounding of V4.1's keys to FP8, which now
-    and then makes a step of a difference in the last bit."""
+def five_steps(family: str, output_dir, evaluated: bool = False, **settings) -> dict:
+    """`gradients` of five steps and the `weights` after them; if `evaluated`, these are saved too, and `metrics` are
+    theirs. Without the rounding of V4.1's keys to FP8, which now and then makes a step of a difference in the last
+    bit."""
     round_to_e4m3 = cache_rounding.round_to_e4m3
     cache_rounding.round_to_e4m3 = lambda x: x
     try:
@@ -49,9 +51,12 @@ def five_steps(family: str, output_dir, **settings) -> dict:
         gradients = Gradients()
         trainer.add_callback(gradients)
         trainer.train()
+        metrics = trainer.evaluate() if evaluated else {}
+        if evaluated:
+            trainer.save_model()
     finally:
         cache_rounding.round_to_e4m3 = round_to_e4m3
-    return {"gradients": gradients.seen, "weights": whole_weights(trainer)}
+    return {"gradients": gradients.seen, "weights": whole_weights(trainer), "metrics": metrics}
 
 
 def saved_and_resumed(output_dir: Path, **settings) -> dict:

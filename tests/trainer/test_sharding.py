@@ -7,7 +7,14 @@ from decoding_models import build_draft, build_dspark_draft, build_target
 from draft_trainers import make_trainer
 from transformers.training_args import ParallelMode
 
-from blockdraft.trainer.sharding import check_fsdp, keep_precision, whole_copy, without_weights
+from blockdraft.trainer.sharding import (
+    check_fsdp,
+    check_placement,
+    check_whole,
+    keep_precision,
+    whole_copy,
+    without_weights,
+)
 
 
 def plugin(**settings) -> FullyShardedDataParallelPlugin:
@@ -53,3 +60,25 @@ def test_fsdp_on_cpus_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.training_args.TrainingArguments.parallel_mode", ParallelMode.DISTRIBUTED)
     with pytest.raises(ValueError, match="`fsdp`.*not on cpu"):
         make_trainer(tmp_path, fsdp=True)
+
+
+def test_a_target_that_processes_cannot_run_apart_is_refused(monkeypatch):
+    target = build_target("qwen3")
+    check_placement(target, ranks=8, ranks_here=8)
+    target.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    check_placement(target, ranks=2, ranks_here=1)  # a process a machine
+    with pytest.raises(ValueError, match="`device_map` has put the target on 0, 1, where the other 7 processes"):
+        check_placement(target, ranks=8, ranks_here=8)
+    del target.hf_device_map
+    monkeypatch.setattr(type(target), "is_distributed_loading_by_transformers", True)
+    check_placement(target, ranks=1, ranks_here=1)
+    with pytest.raises(ValueError, match="`tp_plan`.*the 2 processes.*`blockdraft cache-features`"):
+        check_placement(target, ranks=2, ranks_here=1)
+
+
+def test_what_zero3_shared_out_in_loading_is_refused():
+    target, draft = build_target("qwen3"), build_draft(build_target("qwen3"), block_size=4)
+    check_whole(target=target, draft=draft)
+    next(draft.parameters()).ds_id = 0
+    with pytest.raises(ValueError, match=r"draft's weights were shared out by ZeRO-3.*loading\.load_draft`"):
+        check_whole(target=target, draft=draft)

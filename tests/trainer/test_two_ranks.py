@@ -9,7 +9,7 @@ import pytest
 import torch
 from draft_trainers import ONE_PROCESS, assert_close, make_trainer, weights
 from dspark_trainers import dspark_trainer
-from engine_runs import FAMILIES, SGD, TWO_PROCESSES, UNEVEN, five_steps
+from engine_runs import FAMILIES, MUON, SGD, TWO_PROCESSES, UNEVEN, five_steps
 from engine_runs import ONE_PROCESS as ONE_PROCESS_ENGINES
 from safetensors.torch import load_file
 
@@ -134,6 +134,22 @@ def test_muon_is_saved_and_resumed(two_ranks, engine):
         for name in ("straight", "resumed"):
             weights = two_ranks[rank][engine][name]
             assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_muon_and_adamw_multiply_differences_of_rounding(tmp_path, two_ranks):
+    """Muon's iteration runs in bf16, and AdamW divides by the gradient's size: what they make of equal gradients to
+    1e-5 is printed."""
+    single = dspark_trainer(tmp_path, per_device_train_batch_size=8, max_steps=2, **MUON)
+    single.train()
+    for engine in TWO_PROCESSES:
+        ranks = two_ranks["rank0"][engine]["straight"]
+        errors = [
+            ((ranks[name] - weight).abs().max() / weight.abs().max()).item()
+            for name, weight in weights(single).items()
+            if weight.any()
+        ]
+        print(f"{engine}: weights after 2 steps of Muon and AdamW differ by {max(errors):.1e} of their largest")
+        assert max(errors) < 0.05
 
 
 @pytest.mark.parametrize("engine", TWO_PROCESSES)

@@ -1,7 +1,8 @@
 """Several processes for a command: accelerate's launcher starts the same command in each."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 
 from ..training_settings import setting
@@ -26,6 +27,16 @@ class ProcessArguments:
 def is_launched() -> bool:
     """Whether this process is one of several that a launcher has started."""
     return "RANK" in os.environ
+
+
+@contextmanager
+def only_first_prints() -> Iterator[None]:
+    """While the context is open, of several processes the first one alone prints to standard output."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def launch(processes: ProcessArguments, command: Sequence[str]) -> int:

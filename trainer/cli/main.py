@@ -84,7 +84,7 @@ def call(name: str, argv: list[str]) -> int | None:
         usage = " ".join(filter(None, [f"blockdraft {name} [CONFIG.yaml]", values, "[--key value ...]"]))
         print(help_text(usage, command.run.__doc__, command.SETTINGS, everything))
         return 0
-    from .launch import ProcessArguments, is_launched, launch
+    from .launch import ProcessArguments, is_launched, launch, only_first_prints
     from .parser import SettingsParser
 
     parser = SettingsParser(command.SETTINGS.values(), command.POSITIONALS)
@@ -92,7 +92,8 @@ def call(name: str, argv: list[str]) -> int | None:
         processes = parser.parse_one(ProcessArguments, argv)
         if processes != ProcessArguments():
             return launch(processes, [name, *argv])
-    return command.run(*parser.parse(argv))
+    with only_first_prints():
+        return command.run(*parser.parse(argv))
 
 
 def is_wrong_input(error: Exception) -> bool:

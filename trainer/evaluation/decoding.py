@@ -372,7 +372,9 @@ def decode_prompt(
     config.update(**settings)
     input_ids = torch.tensor([list(prompt)], device=target.device)
     start = time.perf_counter()
-    output = decode(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+    # Where a trainer shards with ZeRO-3, the models here are whole, or all ranks decode the same prompt.
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "synced_gpus": False}
+    output = decode(**inputs, generation_config=config)
     tokens = output.sequences[0, len(prompt) :].tolist()  # waits for the device
     return Run(tokens, time.perf_counter() - start, output)
 

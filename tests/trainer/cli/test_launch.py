@@ -13,7 +13,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from draft_trainers import arguments
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from blockdraft.trainer.cli.launch import ProcessArguments, launch
+from blockdraft.trainer.cli.launch import ProcessArguments, launch, only_first_prints
 from blockdraft.trainer.cli.main import main
 from blockdraft.trainer.sharding import check_fsdp
 
@@ -79,6 +79,14 @@ def test_wrong_input_is_told_once_and_before_anything_starts(started, tmp_path, 
         assert main([*TRAIN, *more]) == 2
         assert told in capsys.readouterr().err
     assert not started
+
+
+def test_one_process_of_several_prints(monkeypatch, capsys):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with only_first_prints():
+            print(f"rank {rank}")
+    assert capsys.readouterr().out == "rank 0\n"
 
 
 def test_a_signal_is_an_exit_code(monkeypatch):
