@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from chat_templates import CHATML
 from cli_runs import SHAPES, TINY_TRAINING, TINY_V41
@@ -45,6 +46,8 @@ def target_dir(draft_type, tmp_path_factory, chatml_backend) -> Path:
         }
         model = DeepseekV41ForCausalLM(DeepseekV41TextConfig(**(TINY_V41 | special)))
         model.set_tokenizer(tokenizer)
+    with torch.no_grad():  # as in trained targets, ids that the tokenizer does not have are never the likeliest
+        model.get_output_embeddings().weight[len(tokenizer) :] = 0
     model.save_pretrained(folder)
     return folder
 
